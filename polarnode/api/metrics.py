@@ -11,7 +11,12 @@ from typing import Final
 
 from attrs import field, frozen
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
@@ -20,7 +25,7 @@ from polarnode.containers.pool import RuntimesStatistics
 from polarnode.core.weights import WeightsState
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.support.concurrency import SemaphoreStatistics
-from polarnode.support.metrics import LagStatistics, NodeCounters
+from polarnode.support.metrics import WAITS, LagStatistics, NodeCounters
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _TURN: Final = ("provider", "kind", "reason", "role", "state")
@@ -95,6 +100,18 @@ def _of_turns(tally: NodeCounters) -> Iterator[Metric]:
     yield _counter(
         "polarnode_refusals", "Model calls that were refused, by the kind of fault.", "kind", tally.refusals
     )
+    yield HistogramMetricFamily(
+        "polarnode_sample_wait_seconds",
+        "Seconds until the engine took a sample.",
+        buckets=list(_buckets(tally)),
+        sum_value=tally.waited_s,
+    )
+
+
+def _buckets(tally: NodeCounters) -> Iterator[tuple[str, float]]:
+    """Upper bounds, each with the number of samples up to it."""
+    for place, bound in enumerate((*map(str, WAITS), "+Inf")):
+        yield bound, sum(tally.waits[each] for each in range(place + 1))
 
 
 def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
@@ -146,6 +163,12 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
     )
     yield _by_host(
         "polarnode_engine_waiting", "Requests in the engine's queue.", engine, lambda host: host.waiting
+    )
+    yield _by_host(
+        "polarnode_engine_queued",
+        "Calls that wait in the node for their session's turn.",
+        engine,
+        lambda host: host.queued,
     )
     yield _by_host(
         "polarnode_engine_token_usage",

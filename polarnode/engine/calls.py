@@ -144,6 +144,9 @@ class Call:
     rid: str
     vocab_size: int | None = None  # None where the host has not reported it
     top_logprobs: int = 0  # alternatives requested for each token
+    session: str = ""
+    prompt_tokens: int = 0
+    expected: int = 0  # tokens that it was expected to need of the KV cache
     over: bool = field(default=False, init=False)  # the host sends nothing more about it
     _left: bool = field(default=False, init=False)
     _ids: "array[int]" = field(factory=ids, init=False)
@@ -152,6 +155,7 @@ class Call:
     _likelihoods: bytearray = field(factory=bytearray, init=False)
     _routed: list[Routed] = field(factory=list, init=False)
     _cached: int = field(default=0, init=False)
+    _served_cached: int = field(default=0, init=False)  # the most that was reported
     _finish: FinishReason | None = field(default=None, init=False)
     _error: EngineError | None = field(default=None, init=False)
     _spans: list[VersionSpan] = field(factory=list, init=False)
@@ -185,6 +189,7 @@ class Call:
         self._alternatives += piece.alternative_ids
         self._likelihoods += piece.alternative_logprobs
         self._cached = max(self._cached, piece.cached_tokens)
+        self._served_cached = max(self._served_cached, piece.cached_tokens)
         self._finish = piece.finish
         self._arrived.set()
 
@@ -236,6 +241,13 @@ class Call:
     def close(self) -> None:
         """The consumer left; later messages are dropped."""
         self._left = True
+
+    @property
+    def served(self) -> int:
+        """Tokens that the engine computed for it: of the prompt those that were not cached, and sampled
+        ones. Those that arrived after `close` do not count.
+        """
+        return max(0, self.prompt_tokens - self._served_cached) + self._length
 
     def __aiter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from attrs import define, field
 from polarnode.core.errors import EngineError, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.weights import PauseMode, UpdateMode
-from polarnode.engine.calls import check_order, to_generate
+from polarnode.engine.calls import Call, check_order
 from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
 from polarnode.engine.host_resources import sweep
 from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, Ready
@@ -89,19 +89,27 @@ class Engines:
 
     @asynccontextmanager
     async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """Sample. Leaving the block in any way ends the generation in the engine.
+        """Sample. Entering the block waits for the session's turn (`routing.FairQueue`). Leaving it in any
+        way ends the generation in the engine.
 
         Raises ContextTooLong for a prompt that leaves no room, EngineError for ids outside the vocabulary and
         when no host serves within WAIT_FOR_HOST; iterating raises EngineError as soon as the host that serves
         this call dies.
         """
         check_order(order, vocab_size=self.vocab_size, context_length=self.context_length, routes=self.routes)
-        host = await self._choose(order.affinity)
-        call = host.begin(to_generate(order, context_length=self.context_length))
+        host, call = await self._begin(order)
         try:
             yield call
         finally:
             host.end(call)
+
+    async def _begin(self, order: GenerateOrder) -> tuple[Host, Call]:
+        """The call, once a host has taken it. If the host dies before, another one is chosen."""
+        while True:
+            host = await self._choose(order.affinity)
+            call = await host.begin(order, context_length=self.context_length)
+            if call is not None:
+                return host, call
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling everywhere: freeze requests with their cache, send them back to the queue, or abort
@@ -125,6 +133,7 @@ class Engines:
         if self._update is not None:
             raise EngineError("the weights are being updated: one update at a time")
         update = self._update = Update(everyone=self._hosts, mode=mode, before=self._paused)
+        self._hold(True)
         try:
             await update.begin(
                 lambda: not any(host.in_flight for host in update.hosts), lambda: self._changed
@@ -135,6 +144,7 @@ class Engines:
                 if not update.committed:
                     await update.roll_back()
             self._update = None
+            self._hold(False)
             self.note_change()
 
     async def update_weights_from_disk(
@@ -182,9 +192,13 @@ class Engines:
         return tuple(host.restarts for host in self._hosts)
 
     def note_change(self) -> None:
-        """Wake the tasks that wait for a host; called when a host's state changes."""
+        """Wake the tasks that wait for a host, and send what waits at one; called when a host's state
+        changes.
+        """
         self._changed.set()
         self._changed = trio.Event()
+        for host in self._hosts:
+            host.admit()
 
     async def wait_started(self) -> None:
         """Until every host serves. Raises EngineError with the first failure's remedy."""
@@ -199,7 +213,11 @@ class Engines:
     async def _choose(self, affinity: str) -> Host:
         with trio.move_on_after(WAIT_FOR_HOST) as patience:
             while (
-                not (loads := {host.index: host.in_flight for host in self._hosts if host.state == "ready"})
+                not (
+                    loads := {
+                        host.index: host.before(affinity) for host in self._hosts if host.state == "ready"
+                    }
+                )
                 or self._update is not None
             ):
                 if all(host.state == "failed" for host in self._hosts):
@@ -234,6 +252,10 @@ class Engines:
             for host in [host for host in self._hosts if host.state in ALIVE] if hosts is None else hosts:
                 nursery.start_soon(ask, host)
         return answers
+
+    def _hold(self, held: bool) -> None:
+        for host in self._hosts:
+            host.held = held
 
     def _remember_pause(self, mode: PauseMode | None) -> None:
         self._paused = mode

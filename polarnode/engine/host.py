@@ -19,8 +19,9 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.core.errors import EngineError
+from polarnode.core.ports import GenerateOrder
 from polarnode.core.weights import PauseMode
-from polarnode.engine.calls import Call
+from polarnode.engine.calls import Call, to_generate
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.host_resources import Wires, log_tail, open_log, open_scratch, open_wires
 from polarnode.engine.protocol import (
@@ -31,7 +32,6 @@ from polarnode.engine.protocol import (
     Fatal,
     FrameDecoder,
     FrameError,
-    Generate,
     Load,
     LoadDisk,
     Message,
@@ -45,7 +45,7 @@ from polarnode.engine.protocol import (
     encode,
     encode_all,
 )
-from polarnode.engine.routing import Deaths, HostState, HostStatistics
+from polarnode.engine.routing import SAMPLED, Deaths, FairQueue, HostState, HostStatistics
 from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
 from polarnode.support.processes import open_process_group
 
@@ -86,6 +86,16 @@ class Questions:
         """Answer every open question with None, since the host died."""
         for question in self._open.values():
             question.answered.set()
+
+
+@define(eq=False)
+class _Waiting:
+    """A generation that waits for its turn. `decided`: `call` is set, or stays None because the host died."""
+
+    order: GenerateOrder
+    context_length: int
+    call: Call | None = None
+    decided: trio.Event = field(factory=trio.Event)
 
 
 Ask = Callable[[Callable[[int], ToHost]], Awaitable[Done]]
@@ -170,11 +180,13 @@ class Host:
     ready: Ready | None = None
     loaded: Loaded | None = None
     paused: PauseMode | None = None
+    held: bool = False  # the weights change: no call is sent
     last_error: str | None = None
     restarts: int = 0
     _pid: int | None = None
     _load: Load | None = None
     _calls: dict[str, Call] = field(factory=dict)
+    _queue: "FairQueue[_Waiting]" = field(factory=FairQueue)
     _questions: Questions = field(factory=Questions)
     _outbox: list[Message] = field(factory=list)
     _wake: trio.Event = field(factory=trio.Event)
@@ -206,20 +218,50 @@ class Host:
             restarts=self.restarts,
             weight_version=self._version(),
             last_error=self.last_error,
+            queued=self._queue.waiting,
+            queued_sessions=self._queue.waiting_sessions,
         )
 
-    def begin(self, order: Generate) -> Call:
-        """Send a generation; only while ready."""
-        if order.rid in self._calls:
+    def before(self, session: str) -> int:
+        """About how many calls a new one of this session has before it on this host."""
+        return self._queue.before(session)
+
+    async def begin(self, order: GenerateOrder, *, context_length: int) -> Call | None:
+        """Send a generation when it is its session's turn. None: the host died meanwhile."""
+        if order.request_id in self._calls:
             raise EngineError(
-                f"request id {order.rid} is in use: every generation needs its own", retryable=False
+                f"request id {order.request_id} is in use: every generation needs its own", retryable=False
             )
-        vocab_size = None if self.ready is None else self.ready.vocab_size
-        call = self._calls[order.rid] = Call(
-            rid=order.rid, vocab_size=vocab_size, top_logprobs=order.top_logprobs
-        )
-        self.post(order)
-        return call
+        waiting, session = _Waiting(order, context_length), order.affinity
+        self._queue.add(session, waiting, tokens=_expected(order))
+        self.admit()
+        try:
+            if not waiting.decided.is_set():
+                await waiting.decided.wait()
+        except trio.Cancelled:
+            self._queue.withdraw(session, waiting, trio.current_time())
+            if waiting.call is not None:
+                self.end(waiting.call)
+            raise
+        return waiting.call
+
+    def admit(self) -> None:
+        """Send the calls whose turn it is."""
+        while self.state == "ready" and not self.held:
+            waiting = self._queue.take(trio.current_time())
+            if waiting is None:
+                return
+            order = waiting.order
+            waiting.call = self._calls[order.request_id] = Call(
+                rid=order.request_id,
+                vocab_size=None if self.ready is None else self.ready.vocab_size,
+                top_logprobs=order.top_logprobs,
+                session=order.affinity,
+                prompt_tokens=len(order.prompt),
+                expected=_expected(order),
+            )
+            self.post(to_generate(order, context_length=waiting.context_length))
+            waiting.decided.set()
 
     def end(self, call: Call) -> None:
         """The consumer left. The call stays counted until the host has sent its last message about it."""
@@ -357,7 +399,7 @@ class Host:
             case Done():
                 self._questions.answer(message)
             case Load():
-                self._load = message
+                self._note_load(message)
             case Ready():
                 nursery.start_soon(self._on_ready, message)
             case Fatal(message=text):
@@ -366,10 +408,22 @@ class Host:
                 raise FrameError(f"the host may not send {type(message).__name__}")
 
     def _over(self, rid: str) -> Call:
-        call = self._calls.pop(rid)
+        call = self._leave(rid)
         if not self._calls:
             self._on_change()  # an update may wait for it
+        self.admit()
         return call
+
+    def _leave(self, rid: str) -> Call:
+        call = self._calls.pop(rid)
+        self._queue.ended(call.session, tokens=call.expected, served=call.served, now=trio.current_time())
+        return call
+
+    def _note_load(self, load: Load) -> None:
+        self._load = load
+        if self.paused is None and not self.held:  # else its queue means nothing
+            self._queue.report(running=load.running, waiting=load.waiting, most=load.max_running)
+            self.admit()
 
     async def _on_ready(self, ready: Ready) -> None:
         """Bring a restarted host to the weights and the pause of the one it replaces."""
@@ -385,16 +439,21 @@ class Host:
             self.restart_with_reason(str(error))
             return
         ready = ready if loaded is None else evolve(ready, weight_version=loaded.version)
+        self._queue.tokens = ready.max_total_tokens
         if (mode := self.paused) is not None:
             await self.ask(lambda call: Pause(call=call, mode=mode))
         self.ready, self._served = ready, True
         self._change("ready")
 
     def _on_exit(self, reason: str) -> None:
-        """End every call and every question of this process, synchronously."""
+        """End every call and every question of this process, synchronously. Calls that it was never sent
+        find another host.
+        """
         self.last_error, self._pid, self._load = reason, None, None
-        while self._calls:
-            self._calls.popitem()[1].fail(EngineError(f"engine host {self.index} died: {reason}"))
+        for rid in list(self._calls):
+            self._leave(rid).fail(EngineError(f"engine host {self.index} died: {reason}"))
+        for waiting in self._queue.empty(trio.current_time()):
+            waiting.decided.set()
         self._questions.end()
         _log.error("engine host %d died: %s", self.index, reason)
         self._change("dead")
@@ -416,6 +475,11 @@ class Host:
     def _version(self) -> str:
         """The version that the host was brought to; the version in its load reports is older."""
         return self.ready.weight_version if self.ready is not None else self._settings.weight_version
+
+
+def _expected(order: GenerateOrder) -> int:
+    """Tokens of the KV cache that a request is expected to need."""
+    return len(order.prompt) + min(order.sampling.max_tokens or SAMPLED, SAMPLED)
 
 
 async def _shut_down(stream: trio.SocketStream) -> None:

@@ -320,12 +320,15 @@ class Done:
 
 @frozen(kw_only=True)
 class Load:
-    """How busy the engine is, as its scheduler last reported; sent when it changes."""
+    """How busy the engine is, as its scheduler last reported; sent when it changes. `max_running`: requests
+    it runs at once, 0 where it has not reported that.
+    """
 
     running: int
     waiting: int
     token_usage: float
     weight_version: str
+    max_running: int = 0
 
 
 @frozen(kw_only=True)

@@ -1,12 +1,15 @@
-"""Which host serves a call, whether a dead one is restarted, and the statistics of all hosts. Pure.
+"""Which host serves a call and when, whether a dead host is restarted, and the statistics of all hosts. Pure:
+times are values.
 
 A session's prompts extend one another, so the host that holds its prefix is worth far more than an even load.
-The statistics are frozen values, served at `/v1/status`.
+`Router` chooses the host of a call when it arrives; the `FairQueue` of that host decides when the engine gets
+it. A gate that holds back whole sessions belongs before both. The statistics are frozen values, served at
+`/v1/status`.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from attrs import define, field, frozen
 
@@ -31,8 +34,8 @@ class Router:
     _homes: "OrderedDict[str, int]" = field(factory=OrderedDict, init=False)
 
     def choose(self, affinity: str, loads: Mapping[int, int]) -> int:
-        """A host of `loads` (calls in flight by ready host; never empty). An empty affinity belongs to no
-        session.
+        """A host of `loads` (calls that a new one has before it, by ready host; never empty). An empty
+        affinity belongs to no session.
         """
         least = min(loads, key=lambda index: (loads[index], index))
         home = self._homes.get(affinity)
@@ -44,6 +47,179 @@ class Router:
             if len(self._homes) > REMEMBERED:
                 self._homes.popitem(last=False)
         return home
+
+
+# ── fair queue ────────────────────────────────────────────────────────────
+
+Waiting = TypeVar("Waiting")
+
+# requests that an engine runs at once, until it reports its own number: below that of any GPU
+UNREPORTED = 256
+# of so many parts of its places an engine keeps one for sessions below their fair share: what a flood leaves
+# free, so that a sibling's call begins at once and does not wait for one of the flood's to end
+SPARED = 8
+# seconds that a session counts as present after its last call: most tools return sooner
+PRESENT_S = 60.0
+# requests in the engine's own queue beside a part of those it runs: what it starts before its next report,
+# 0.25 s later
+QUEUED, QUEUED_PART = 16, 4
+# tokens a request is expected to sample, where it may sample more: the turns of agents have about 256
+SAMPLED = 512
+
+
+@define(eq=False)
+class _Session(Generic[Waiting]):
+    """`served` is in tokens, `seen` is when its last call ended, `taken` the number of its last call that was
+    taken. What waits is numbered by arrival.
+    """
+
+    waiting: "deque[tuple[int, int, Waiting]]" = field(factory=deque)
+    running: int = 0
+    served: int = 0
+    taken: int = 0
+    seen: float = 0.0
+
+
+@define(eq=False)
+class FairQueue(Generic[Waiting]):
+    """The calls that wait for one engine host, and the number it may have at once. The caller adds a call,
+    takes the next ones while there are any, and reports the end of each that it took.
+
+    The session with the fewest calls in the engine is next, of several the one that was served the fewest
+    tokens (prompt tokens that were not cached, and sampled ones). A session that pauses saves nothing up. So
+    a call waits for its session's own calls before it, and for about one of each other session.
+
+    A place is never left free where a call waits, with one exception: the last eighth of them (SPARED) is for
+    sessions below an even share. Alone, a session takes every place.
+
+    `tokens` is the engine's KV cache. While all requests fit it, the engine runs as many as it reports;
+    beyond that, requests would wait in the engine, where the first comer is first, so as many are sent as
+    keep its own queue short.
+    """
+
+    tokens: int = 0
+    _active: "dict[str, _Session[Waiting]]" = field(factory=dict, init=False)
+    _idle: "OrderedDict[str, _Session[Waiting]]" = field(factory=OrderedDict, init=False)
+    _waiting: "dict[str, _Session[Waiting]]" = field(factory=dict, init=False)  # those with waiting calls
+    _arrivals: int = field(default=0, init=False)
+    _taken: int = field(default=0, init=False)
+    _running: int = field(default=0, init=False)
+    _held_tokens: int = field(default=0, init=False)  # of the calls in the engine
+    _served: int = field(default=0, init=False)  # by the session that was served last, when it was
+    _most: int = field(default=UNREPORTED, init=False)
+    _window: int = field(default=QUEUED, init=False)
+
+    @property
+    def waiting(self) -> int:
+        """The calls that wait."""
+        return sum(len(session.waiting) for session in self._waiting.values())
+
+    @property
+    def waiting_sessions(self) -> int:
+        """The sessions whose calls wait."""
+        return len(self._waiting)
+
+    def before(self, name: str) -> int:
+        """About how many calls a new one of this session has before it, those in the engine included."""
+        own = self._waiting.get(name)
+        return self._running + len(self._waiting) + (0 if own is None else len(own.waiting) - 1)
+
+    def add(self, name: str, call: Waiting, *, tokens: int) -> None:
+        """A call of the session `name` waits. `tokens`: what it needs of the KV cache."""
+        session = self._active.get(name)
+        if session is None:
+            session = self._idle.pop(name) if name in self._idle else _Session()
+            self._active[name] = session
+        self._arrivals += 1
+        session.waiting.append((self._arrivals, tokens, call))
+        self._waiting[name] = session
+
+    def withdraw(self, name: str, call: Waiting, now: float) -> None:
+        """The call no longer waits. Does nothing for one that was taken."""
+        session = self._waiting.get(name)
+        if session is not None:
+            session.waiting = deque(each for each in session.waiting if each[2] is not call)
+            self._rest(name, session, now)
+
+    def take(self, now: float) -> Waiting | None:
+        """The call that the engine gets next; None when it takes no more, or none waits."""
+        limit = self._limit()
+        free = limit - self._running
+        if not self._waiting or free <= 0:
+            return None
+        name = min(self._waiting, key=self._turn)
+        session = self._waiting[name]
+        if free <= limit // SPARED and session.running >= max(1, limit // self._present(now)):
+            return None
+        _, tokens, call = session.waiting.popleft()
+        self._served = session.served = max(self._served, session.served)
+        self._taken += 1
+        session.taken = self._taken
+        self._running += 1
+        self._held_tokens += tokens
+        session.running += 1
+        self._rest(name, session, now)
+        return call
+
+    def ended(self, name: str, *, tokens: int, served: int, now: float) -> None:
+        """A call that was taken is over. `tokens` as it was added; `served` is what the engine did for it."""
+        session = self._active[name]
+        self._running -= 1
+        self._held_tokens -= tokens
+        session.running -= 1
+        session.served += served
+        self._rest(name, session, now)
+
+    def empty(self, now: float) -> "list[Waiting]":
+        """Take out every waiting call: the host died."""
+        found = sorted((each for one in self._waiting.values() for each in one.waiting), key=_arrival)
+        for name, session in list(self._waiting.items()):
+            session.waiting.clear()
+            self._rest(name, session, now)
+        return [call for _, _, call in found]
+
+    def report(self, *, running: int, waiting: int, most: int) -> None:
+        """What the engine reports of itself; `most` is what it runs at once, 0 where it does not report
+        that.
+        """
+        self._most = most or self._most
+        part = running // QUEUED_PART
+        room = running + QUEUED + part
+        if waiting > room - running:
+            self._window = room
+        else:  # with an empty queue it may run more than now
+            self._window = max(self._window, room if waiting else room + part)
+
+    def _limit(self) -> int:
+        return self._most if self._held_tokens < self.tokens else min(self._most, self._window)
+
+    def _present(self, now: float) -> int:
+        """Sessions that have calls here, or had one within PRESENT_S."""
+        while self._idle and next(iter(self._idle.values())).seen < now - PRESENT_S:
+            self._idle.popitem(last=False)
+        return len(self._active) + len(self._idle)
+
+    def _rest(self, name: str, session: "_Session[Waiting]", now: float) -> None:
+        if session.waiting:
+            return
+        self._waiting.pop(name, None)
+        if not session.running:
+            del self._active[name]
+            session.seen = now
+            self._idle[name] = session
+            self._present(now)  # drops those that have left
+
+    def _turn(self, name: str) -> tuple[int, int, int, int]:
+        session = self._waiting[name]
+        served = max(self._served, session.served)
+        return session.running, served, session.taken, session.waiting[0][0]
+
+
+def _arrival(each: "tuple[int, int, Waiting]") -> int:
+    return each[0]
+
+
+# ── hosts ────────────────────────────────────────────────────────────
 
 
 @define(eq=False)
@@ -69,7 +245,8 @@ HostState = Literal["starting", "ready", "stale", "dead", "failed"]
 @frozen(kw_only=True)
 class HostStatistics:
     """One engine host. `in_flight` counts our calls, aborting ones included; `running` and `waiting` are the
-    scheduler's own counts, at most 0.25 s old.
+    scheduler's own counts, at most 0.25 s old. `queued` calls, of `queued_sessions` sessions, wait in the
+    node for their turn.
     """
 
     index: int
@@ -83,6 +260,8 @@ class HostStatistics:
     restarts: int
     weight_version: str
     last_error: str | None
+    queued: int = 0
+    queued_sessions: int = 0
 
 
 @frozen(kw_only=True)

@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from hypercorn.typing import ASGIReceiveCallable
 
 from polarnode.core.conversation import Conversation, Message, ModelRequest, Tool
-from polarnode.core.errors import EngineError, Refused
+from polarnode.core.errors import Busy, EngineError, Refused
 from polarnode.core.ports import Chunk, Engine, Tokenizer
 from polarnode.gateway.call_events import (
     Abandon,
@@ -334,9 +334,13 @@ class ModelCall:
     async def _render(self, plan: Plan) -> PromptRendered | RequestRefused:
         history = None if plan.parent is None else self.incoming.session.lineages.history(plan)
         try:
-            return await self.model.prompt(self.incoming.request.conversation, plan.new, history)
-        except Refused as error:
+            rendered = await self.model.prompt(self.incoming.request.conversation, plan.new, history)
+            self.incoming.session.hold_prompt(
+                self._scope, len(rendered.prompt), context_length=self.model.context_length
+            )
+        except (Refused, Busy) as error:
             return RequestRefused(error=error)
+        return rendered
 
     async def _generate_beside(
         self, exchange: Exchange, generation: StartGeneration, others: trio.CancelScope
@@ -347,9 +351,10 @@ class ModelCall:
             others.cancel()
 
     async def _generate(self, exchange: Exchange, generation: StartGeneration) -> None:
-        choice = generation.choice
+        choice, began = generation.choice, trio.current_time()
         try:
             async with self.model.engine.generate(generation.order) as chunks:
+                self.incoming.session.waited(trio.current_time() - began)
                 await self._take(exchange, choice, chunks)
             return
         except EngineError as error:

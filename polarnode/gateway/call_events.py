@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Answer, ModelRequest, Usage
-from polarnode.core.errors import EngineError, Refused
+from polarnode.core.errors import Busy, EngineError, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn
 from polarnode.merge.attach import Plan
@@ -84,9 +84,11 @@ class PromptRendered:
 
 @frozen(kw_only=True)
 class RequestRefused:
-    """The lineages, the chat template or the engine refuse this request."""
+    """The lineages, the chat template or the engine refuse this request, or its session has no room for the
+    prompt now.
+    """
 
-    error: Refused
+    error: Refused | Busy
 
 
 @frozen(kw_only=True)

@@ -16,6 +16,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.core.conversation import Json, Sampling
+from polarnode.core.errors import Busy
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Clock, Turn
 from polarnode.gateway.call_events import UndeliveredResponse
@@ -120,9 +121,25 @@ CLOSING_S: Final = 5.0
 # answers a session may refer to by name: more than the longest session observed (1,000 turns); each is kept
 # as a difference
 REMEMBERED: Final = 2_000
+# samples of a session in progress, waiting ones included: twice the connections of its endpoint, so that
+# calls of one sample are never refused; a waiting one costs some 20 KB beside its prompt
+SAMPLES: Final = 512
+# prompt tokens of a session's calls in progress: 32 prompts of 128k tokens, more than the ten agents observed
+# at once; 4 bytes each as ids and about as many again as text
+PROMPT_TOKENS: Final = 4 << 20
+# and where the context is longer, so many whole ones
+CONTEXTS: Final = 16
+BUSY_S: Final = 1  # seconds until a refused call may find a place: the shortest that `Retry-After` can name
 # keys of ended sessions still answered 410: about 200 bytes each; a harness that outlives its session calls
 # within minutes
 KEPT_KEYS: Final = 10_000
+
+
+_TOO_MANY: Final = Fault(
+    kind="overloaded",
+    message=f"this session has {SAMPLES} samples in progress, the most at once: wait for some of them",
+    retry_after_s=BUSY_S,
+)
 
 
 @define(eq=False)
@@ -137,6 +154,7 @@ class Counters:
     failed: int = 0
     partial: int = 0
     resumed: int = 0
+    waited_s: float = 0.0  # until the engine took them, over all samples
     replayed: int = 0
     prewarmed: int = 0
     sampled_tokens: int = 0
@@ -183,6 +201,8 @@ class LiveSession:
     spent_clock: Clock | None = field(default=None, init=False)
     # to the number of samples requested
     _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)
+    # to the tokens of its prompt, once it is rendered
+    _prompts: dict[trio.CancelScope, int] = field(factory=dict, init=False)
     _call_ended: trio.Event = field(factory=trio.Event, init=False)
 
     @property
@@ -202,14 +222,14 @@ class LiveSession:
         )
 
     def refusal(self, *, samples: int = 1) -> Fault | None:
-        """Why a new call is refused: the session is over, or a budget has no room for its samples. None when
-        it is accepted.
+        """Why a new call is refused: the session is over, a budget has no room for its samples, or too many
+        are in progress. None when it is accepted.
         """
         if self.over:
             return SESSION_OVER
         clock = self._spent(samples)
         if clock is None:
-            return None
+            return None if sum(self._calls.values()) + samples <= SAMPLES else _TOO_MANY
         limit = self.budgets.max_turns if clock == "turns" else self.budgets.max_tokens
         return Fault(
             kind="budget_spent",
@@ -237,8 +257,27 @@ class LiveSession:
                 yield
         finally:
             self._calls.pop(scope, None)
+            self._prompts.pop(scope, None)
             self._call_ended.set()
             self._call_ended = trio.Event()
+
+    def hold_prompt(self, scope: trio.CancelScope, tokens: int, *, context_length: int) -> None:
+        """Count the prompt of a call in progress until the call ends. Raises Busy where the session's
+        prompts would take more than their share of memory; a single prompt is always accepted.
+        """
+        held, most = sum(self._prompts.values()), max(PROMPT_TOKENS, CONTEXTS * context_length)
+        if held and held + tokens > most:
+            raise Busy(
+                f"the prompts of this session's calls in progress have {held} of {most} tokens: send it"
+                " again",
+                retry_after=BUSY_S,
+            )
+        self._prompts[scope] = tokens
+
+    def waited(self, seconds: float) -> None:
+        """Count the time until the engine took a sample."""
+        self.counters.waited_s += seconds
+        self.tally.waited(seconds)
 
     def commit(self, turn: Turn) -> None:
         """Record a turn, however it ended: first in the lineages, where the next call finds it, then in the
@@ -284,6 +323,7 @@ class LiveSession:
             "replayed": counters.replayed,
             "prewarmed": counters.prewarmed,
             "sampled_tokens": counters.sampled_tokens,
+            "waited_s": round(counters.waited_s, 3),
             "refusals": refusals,
             **self.carrier.metrics(),
         }

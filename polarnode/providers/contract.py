@@ -10,13 +10,14 @@ Qwen Code and OpenClaw do not count them as activity, and Gemini CLI drops the a
 """
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Final, Literal, Protocol
 
 from attrs import field, frozen
 
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Delta, Json, ModelRequest, Usage
-from polarnode.core.errors import ContextTooLong, Refused
+from polarnode.core.errors import Busy, ContextTooLong, Refused
 
 # ── requests and answers ────────────────────────────────────────────────────────────
 
@@ -70,10 +71,12 @@ class Fault:
     allow: str | None = None
 
     @classmethod
-    def of(cls, error: Refused) -> "Fault":
+    def of(cls, error: Refused | Busy) -> "Fault":
         """The fault for a refusal. `context_too_long` is distinct from other bad requests, because harnesses
         compact on it.
         """
+        if isinstance(error, Busy):
+            return cls(kind="overloaded", message=str(error), retry_after_s=ceil(error.retry_after))
         if isinstance(error, ContextTooLong):
             return cls(
                 kind="context_too_long",

@@ -162,7 +162,10 @@ def _readings(machine: Machine, engine: EngineStatistics) -> Readings:
         serving=bool(ready) and engine.paused is None,
     )
     return evolve(
-        readings, running=sum(host.running for host in ready), waiting=sum(host.waiting for host in ready)
+        readings,
+        running=sum(host.running for host in ready),
+        # not every call that is queued here: a flood of one session must not keep others from beginning
+        waiting=sum(host.waiting + host.queued_sessions for host in ready),
     )
 
 

@@ -10,6 +10,7 @@ combination is kept forever, and a value outside its set is counted as `other`.
 
 import resource
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -102,6 +103,8 @@ def lift_descriptor_limit() -> int:
 # ── counters ──────────────────────────────────────────────────────────────────
 
 OTHER: Final = "other"
+# upper bounds in seconds: at once; within a keep-alive; within what clients wait for a whole answer
+WAITS: Final = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0)
 # Why built-in builders leave turns out, and whose fault it is where there are no traces; a plug-in's builder
 # may give any reason.
 LEFT_OUT: Final = frozenset(
@@ -135,6 +138,10 @@ class NodeCounters:
     notes: "Counter[str]" = field(factory=Counter)  # by the word they begin with
     malformed_calls: int = 0
     refusals: "Counter[str]" = field(factory=Counter)  # by the fault's kind
+    # samples by the seconds until the engine took them: the place in WAITS of the first bound that is not
+    # exceeded, and the sum
+    waits: "Counter[int]" = field(factory=Counter)
+    waited_s: float = 0.0
     sessions: "Counter[str]" = field(factory=Counter)  # ended, by status; not those that lost their place
     # sessions that lost their place to a fresh one, by whose fault
     replaced: "Counter[str]" = field(factory=Counter)
@@ -165,6 +172,11 @@ class NodeCounters:
     def refused(self, fault: Fault) -> None:
         """Count a refused call."""
         self.refusals[fault.kind] += 1
+
+    def waited(self, seconds: float) -> None:
+        """Count the time until the engine took a sample."""
+        self.waits[bisect_left(WAITS, seconds)] += 1
+        self.waited_s += seconds
 
     def lost(self, outcome: Outcome) -> None:
         """Count a session that lost its place to a fresh one. Its rows are not published, and not counted."""

@@ -363,3 +363,85 @@ async def test_sessions_stay_with_their_host(tmp_path: Path) -> None:
         for session in ("a", "b", "a", "a"):
             await calls.enter_async_context(engines.generate(order([2], affinity=session)))
         assert [host.in_flight for host in engines.statistics().hosts] == [3, 1]
+
+
+# ── calls that wait for their turn ────────────────────────────────────────────
+
+
+async def fill(engines: Engines, calls: AsyncExitStack) -> None:
+    """Calls that never end, as many as the host takes: its cache of 64 tokens is full, and it reports
+    nothing.
+    """
+    for _ in range(routing.QUEUED):
+        await calls.enter_async_context(engines.generate(order([2], affinity="flood")))
+
+
+async def test_a_call_that_waits_when_its_host_dies_is_served_by_another(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines, trio.open_nursery() as nursery, AsyncExitStack() as calls:
+        await fill(engines, calls)
+        done = trio.Event()
+
+        async def late() -> None:
+            assert joined(await sample(engines, order([1], affinity="late"))) == [7, 7]
+            done.set()
+
+        nursery.start_soon(late)
+        await trio.testing.wait_all_tasks_blocked()
+        host = engines.statistics().hosts[0]
+        assert (host.in_flight, host.queued, host.queued_sessions) == (routing.QUEUED, 1, 1)
+        os.kill(pid_of(engines), 9)
+        await done.wait()
+        assert engines.statistics().hosts[0].restarts == 1
+        assert engines.statistics().hosts[0].in_flight == 0, "the others failed with their host"
+
+
+async def test_a_call_that_leaves_before_its_turn_was_never_sent(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines, AsyncExitStack() as calls:
+        await fill(engines, calls)
+        with trio.move_on_after(0.05) as patience:
+            async with engines.generate(order([1], affinity="late")):
+                pytest.fail("it has no turn")
+        assert patience.cancelled_caught
+        host = engines.statistics().hosts[0]
+        assert (host.in_flight, host.queued) == (routing.QUEUED, 0)
+
+
+async def test_a_call_that_leaves_in_the_tick_of_its_turn_gives_its_place_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines, AsyncExitStack() as calls:
+        await fill(engines, calls)
+        scope = trio.CancelScope()
+
+        async def late() -> None:
+            with scope:
+                await sample(engines, order([2], affinity="late"))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(late)
+            await trio.testing.wait_all_tasks_blocked()
+            engines._hosts[0]._queue.report(running=40, waiting=0, most=100)
+            engines._hosts[0].admit()
+            assert engines.statistics().hosts[0].in_flight == routing.QUEUED + 1
+            scope.cancel()  # its task has not run since
+        while engines.statistics().hosts[0].in_flight > routing.QUEUED:  # noqa: ASYNC110 - a test looks from outside
+            await trio.sleep(0.01)
+
+
+async def test_what_waits_is_sent_after_an_update_and_by_the_new_weights(tmp_path: Path) -> None:
+    async with opened(tmp_path) as engines, trio.open_nursery() as nursery, AsyncExitStack() as calls:
+        await fill(engines, calls)
+
+        async def late() -> None:
+            assert (await sample(engines, order([1], affinity="late")))[-1].version_spans[
+                -1
+            ].version == "1"
+
+        nursery.start_soon(late)
+        await trio.testing.wait_all_tasks_blocked()
+        async with engines.updating("retract") as update:
+            await calls.aclose()  # there is room now, and nothing is sent
+            while engines.statistics().hosts[0].in_flight:  # noqa: ASYNC110 - a test looks from outside
+                await trio.sleep(0.01)
+            assert engines.statistics().hosts[0].queued == 1
+            await update.load(sent("good"))
+            await update.check()
+            await engines.commit(update, Loaded(version="1"))

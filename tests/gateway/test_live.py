@@ -142,6 +142,7 @@ def test_other_refusals_are_counted_and_spend_nothing() -> None:
         "replayed": 0,
         "prewarmed": 0,
         "sampled_tokens": 3,
+        "waited_s": 0.0,
     }
     assert session.metrics() == counts | {"refusals": {"bad_request": 2}}
 

@@ -181,6 +181,7 @@ class Serving:
                 waiting=sum(each.num_waiting_reqs for each in snapshots),
                 token_usage=max((each.token_usage for each in snapshots), default=0.0),
                 weight_version=self._control.version,
+                max_running=sum(each.max_running_requests for each in snapshots),
             )
             if load != last:
                 self.send(load)

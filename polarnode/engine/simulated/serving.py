@@ -322,6 +322,7 @@ class Serving:
                 waiting=len(self._requests) - self._running,
                 token_usage=self._running / self.settings.max_running,
                 weight_version=self.updates.version,
+                max_running=self.settings.max_running,
             )
             if load != self._load:
                 self._load = load
