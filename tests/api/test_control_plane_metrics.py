@@ -101,6 +101,8 @@ def busy() -> NodeCounters:
     tally.published(make_trajectory("s"))
     tally.malformed_calls = 2
     tally.refusals = Counter(budget_spent=2)
+    for seconds in (0.0, 0.05, 0.1, 2.0, 1000.0):
+        tally.waited(seconds)
     return tally
 
 
@@ -123,6 +125,11 @@ def test_every_number_is_there_with_its_labels() -> None:
     assert value(found, "polarnode_turn_notes_total", word="edited") == 3
     assert value(found, "polarnode_malformed_calls_total") == 2
     assert value(found, "polarnode_refusals_total", kind="budget_spent") == 2
+    upto = [value(found, "polarnode_sample_wait_seconds_bucket", le=le) for le in ("0.01", "0.1", "5.0")]
+    assert upto == [1, 3, 4]
+    assert value(found, "polarnode_sample_wait_seconds_bucket", le="+Inf") == 5
+    assert value(found, "polarnode_sample_wait_seconds_sum") == 1002.15
+    assert value(found, "polarnode_engine_queued", host="0") == 0
     assert value(found, "polarnode_sessions_total", status="completed") == 1
     assert value(found, "polarnode_rows_total") == 1
     assert value(found, "polarnode_trainable_tokens_total") == 3

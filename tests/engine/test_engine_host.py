@@ -431,9 +431,7 @@ async def test_what_waits_is_sent_after_an_update_and_by_the_new_weights(tmp_pat
         await fill(engines, calls)
 
         async def late() -> None:
-            assert (await sample(engines, order([1], affinity="late")))[-1].version_spans[
-                -1
-            ].version == "1"
+            assert (await sample(engines, order([1], affinity="late")))[-1].version_spans[-1].version == "1"
 
         nursery.start_soon(late)
         await trio.testing.wait_all_tasks_blocked()

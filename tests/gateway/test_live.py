@@ -1,6 +1,7 @@
 """Live sessions: keys, budgets, and how calls end with their session."""
 
 import logging
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from polarnode.core.errors import InvariantViolated
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn, TurnState
 from polarnode.gateway import live_sessions
-from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.gateway.live_sessions import SAMPLES, LiveSession, LiveSessions
 from polarnode.merge.lineage import Lineages
 from polarnode.providers.contract import Fault
 
@@ -145,6 +146,23 @@ def test_other_refusals_are_counted_and_spend_nothing() -> None:
         "waited_s": 0.0,
     }
     assert session.metrics() == counts | {"refusals": {"bad_request": 2}}
+
+
+async def test_samples_in_progress_are_bounded_and_a_budget_is_named_first() -> None:
+    session = new_session()
+    with ExitStack() as calls:
+        for _ in range(SAMPLES // 8 - 1):
+            calls.enter_context(session.call(trio.CancelScope(), samples=8))
+        assert session.refusal(samples=8) is None
+        fault = session.refusal(samples=9)
+        assert fault is not None
+        assert (fault.kind, fault.retry_after_s) == ("overloaded", 1)
+        session.budgets = Budgets(max_turns=1)
+        spent = session.refusal(samples=9)
+        assert spent is not None
+        assert spent.kind == "budget_spent", "waiting would not help"
+        session.budgets = Budgets()
+    assert session.refusal(samples=SAMPLES) is None
 
 
 def test_a_session_never_shows_its_key() -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import trio
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from trio.abc import Clock
 
 from polarnode.engine.routing import EngineStatistics, HostStatistics
-from polarnode.rollouts.machine_watch import Machine, MachineWatch, read_machine
+from polarnode.rollouts.machine_watch import Machine, MachineWatch, _readings, read_machine
 from polarnode.rollouts.services import Stages
 from polarnode.rollouts.stage_limits import FEW, SETTLE, Bounds, Readings, Standing, State, begin, decide
 from polarnode.support.concurrency import PrioritySemaphore
@@ -258,6 +259,18 @@ async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock)
         assert stages.run.statistics().limit == 8
         assert stages.live.statistics().limit == 12
         nursery.cancel_scope.cancel()
+
+
+def test_a_flood_of_one_session_is_no_reason_to_begin_fewer_sessions() -> None:
+    """What waits in the node counts by session: 500 calls of one are one."""
+    host = HostStatistics(
+        index=0, state="ready", pid=1, gpus=(0,), in_flight=0, running=32, waiting=2, token_usage=0.9, restarts=0, weight_version="1", last_error=None, queued=500, queued_sessions=1
+    )  # fmt: skip
+    engine = EngineStatistics(hosts=(host,), vocab_size=9, context_length=9, weight_version="1", paused=None)
+    machine = Machine(memory_mb=1, disk_mb=1, cpu=1)
+    assert _readings(machine, engine).waiting == 3
+    many = evolve(engine, hosts=(evolve(host, queued_sessions=50),))
+    assert _readings(machine, many).waiting == 52
 
 
 async def started(watch: MachineWatch, task_status: trio.TaskStatus[None]) -> None:
