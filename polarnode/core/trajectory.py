@@ -308,12 +308,13 @@ def without_damaged(
     """
     used = {span.turn for trace in trajectory.traces for span in trace.turn_spans}
     used |= {each.turn for each in trajectory.left_out}
+    known = {each.part for each in trajectory.damaged}  # of a session that was recovered without them
     also = (LeftOut(turn=turn.index, reason="damaged") for turn in turns if turn.index not in used)
     return evolve(
         trajectory,
         turns=tuple(turns),
         left_out=(*trajectory.left_out, *also),
-        damaged=(*trajectory.damaged, *damaged),
+        damaged=(*trajectory.damaged, *(each for each in damaged if each.part not in known)),
     )
 
 

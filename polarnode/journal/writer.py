@@ -17,6 +17,7 @@ from pathlib import Path
 
 from attrs import define, evolve, field
 
+from polarnode.journal.damage import is_corrupt
 from polarnode.journal.entries import Entry
 from polarnode.journal.retention import (
     Moment,
@@ -39,9 +40,10 @@ LOOK_S = 600.0  # between looks at what has become old while nothing is written:
 # tasks are refused
 SHORT_BYTES = 1 << 30
 RETRY_S = 1.0  # between attempts while the disk is full: someone is deleting files, not racing us
-# Errors of the statement, not of the disk: trying again fails again. An error without a code comes from
-# Python's binding of values.
+# Errors of the statement or of the page that it meets, not of the disk: trying again fails again. An error
+# without a code comes from Python's binding of values.
 HOPELESS = {
+    sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_ERROR,
     sqlite3.SQLITE_CONSTRAINT,
     sqlite3.SQLITE_MISMATCH,
@@ -178,7 +180,10 @@ class Writer:
     def _written_one_by_one(self, batch: Sequence[Entry]) -> bool:
         if len(batch) > 1:
             return all(self._written([entry]) for entry in batch)
-        logger.exception("the journal drops an entry that it cannot write: this is a bug of polarnode")
+        logger.exception(
+            "the journal drops an entry that it cannot write: its file is damaged (run polarnode check), or"
+            " this is a bug of polarnode"
+        )
         self.dropped += 1
         return True
 
@@ -186,7 +191,25 @@ class Writer:
         with transaction(self.db):
             for entry in batch:
                 entry.apply(self.db)
-            self._pruning = prune(self.db, self.retention, self._moment(len(batch)))
+            self._pruning = self._pruned(len(batch))
+
+    def _pruned(self, came: int) -> bool:
+        """Prune within the commit. What cannot be deleted because its page is damaged stays; the entries are
+        written all the same.
+        """
+        self.db.execute("SAVEPOINT prune")
+        try:
+            found = prune(self.db, self.retention, self._moment(came))
+        except sqlite3.DatabaseError as error:
+            if not is_corrupt(error):
+                raise
+            self.db.execute("ROLLBACK TO prune")
+            logger.error(
+                "the journal cannot prune, because its file is damaged: run polarnode check (%s)", error
+            )
+            found = False
+        self.db.execute("RELEASE prune")
+        return found
 
     def _moment(self, came: int) -> Moment:
         """Within the commit: an acknowledgement in it counts."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 # what a state folder holds, by the beginning of its name
-STATE_NAMES: Final = ("journal.sqlite", "node.log", "images.log", "engine-", "sessions", "generate.json")
+STATE_NAMES: Final = ("journal.sqlite", "node.log", "images.log", "engine-", "sessions")
 
 
 def private_opener(path: str, flags: int) -> int:
@@ -39,10 +39,12 @@ def private_folder(folder: Path) -> None:
     Raises OSError.
     """
     folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    ours = [each for each in folder.iterdir() if each.name.startswith(STATE_NAMES) or each.suffix == ".log"]
+    found = list(folder.iterdir())
+    # a session's log and artifacts are named by its id
+    ours = [each for each in found if folder.name == "sessions" or each.name.startswith(STATE_NAMES)]
     for each in ours:
         _tighten(each)
-    if all(each in ours or folder.name == "sessions" for each in folder.iterdir()) and _tighten(folder):
+    if len(ours) == len(found) and _tighten(folder):
         return
     if folder.stat().st_mode & 0o077:
         logger.warning(

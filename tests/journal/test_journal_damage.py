@@ -4,7 +4,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import orjson
@@ -16,6 +16,7 @@ from polarnode.api.query import Query
 from polarnode.core.codec.json import TOO_DEEP
 from polarnode.core.trajectory import LeftOut, Outcome, Trajectory
 from polarnode.journal.damage import checksum, encoded
+from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Filters, json_encoder
 from polarnode.merge.trajectory import Result, assemble
@@ -275,7 +276,10 @@ async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: P
         assert len(trajectory.traces) == 1
         journal.publish(trajectory)
         await journal.flushed()
-        assert (await told(journal))[0][2]["damaged"][1]["part"] == "turns[1]"
+        again = (await told(journal))[0][2]["damaged"]
+        assert [each["part"] for each in again] == ["identity", "turns[1]"], (
+            "each once, however often it is read"
+        )
 
 
 async def test_a_lost_outcome_is_an_error_with_the_reason(opened: Open, tmp_path: Path) -> None:
@@ -322,6 +326,30 @@ async def test_a_damaged_page_costs_the_rows_on_it(opened: Open, tmp_path: Path)
         assert 0 < len(lost) < 100
         assert sum(len(body["turns"]) for body in bodies) + len(lost) == 480
         assert sum(body["damaged"] == [] for body in bodies) == 60 - len({row.session_id for row in lost})
+
+
+def corrupt(*_: object) -> NoReturn:
+    error = sqlite3.DatabaseError("database disk image is malformed")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    raise error
+
+
+async def test_an_entry_that_meets_a_damaged_page_costs_itself(opened: Open) -> None:
+    async with opened() as journal:
+        journal._writer.put(Entry(1, corrupt))
+        await fill(journal, "a")
+        assert [key for _, key, _ in await told(journal)] == keys("a")
+        assert (journal.statistics().dropped, journal.statistics().warning) == (1, None)
+
+
+async def test_pruning_that_meets_a_damaged_page_stops_no_writing(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("polarnode.journal.writer.prune", corrupt)
+    async with opened() as journal:
+        await fill(journal, "a")
+        assert [key for _, key, _ in await told(journal)] == keys("a")
+    assert "cannot prune" in caplog.text
 
 
 def test_a_checksum_is_of_what_sqlite_gives_back() -> None:
