@@ -28,6 +28,7 @@ from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import open_server
+from polarnode.integrations.polar import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.lifecycle import SessionRegistry
@@ -112,10 +113,10 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
                 base_url=f"http://{door.host}:{door.port}",
                 limit=limit,
             )
+            service = TaskTaker(journal=journal, captures=captures)
+            rows = tuple(CaptureRoutes(captures=captures).rows())
             app = create_app(
-                TaskTaker(journal=journal),
-                token="secret",
-                extensions=[Extension(rows=tuple(CaptureRoutes(captures=captures).rows()))],
+                service, token="secret", extensions=[Extension(rows=rows), polar_extension(service)]
             )
             async with open_server(app, ANYWHERE) as address:
                 yield Desk(Caller(url=f"http://{address.host}:{address.port}"), captures, journal, tally)
