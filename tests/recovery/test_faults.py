@@ -8,6 +8,7 @@ container, process, mount or socket.
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,15 @@ def test_a_harness_that_crashes(house: House, end: int | str, exit_code: int) ->
 # ── the machine's faults: a fresh session takes the place ─────────────────────
 
 
-def test_a_container_that_is_killed_from_outside(house: House) -> None:
+@pytest.mark.parametrize("killed", ["container", "monitor"])
+def test_a_container_or_a_harness_monitor_that_is_killed_from_outside(house: House, killed: str) -> None:
     task_id = house.submit(turns=6, pause=0.5)
     first = house.in_phase(task_id, "run", turns=2)
-    podman("kill", "--signal", "KILL", container_of(house, first))
+    container = container_of(house, first)
+    if killed == "container":
+        podman("kill", "--signal", "KILL", container)
+    else:
+        os.kill(harness_monitor_of(container), signal.SIGKILL)
     final = house.ended(task_id)
     (lost,) = house.before(final)
     assert (lost.session_id, lost.outcome.status, lost.outcome.boundary, lost.retried_as) == (
@@ -159,6 +165,20 @@ def test_a_container_that_is_killed_from_outside(house: House) -> None:
     assert texts_of(lost)[: len(house.told(first))] == house.told(first)
     assert len(lost.turns) >= 2
     assert (final.outcome.status, final.attempt, len(texts_of(final))) == ("completed", 1, 6)
+
+
+def harness_monitor_of(container: str) -> int:
+    """The conmon of the one program that Podman runs in a container besides its first process."""
+    first = podman("inspect", "--format", "{{.State.Pid}}", container).strip()
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it ended meanwhile
+            if pid != first and os.readlink(f"/proc/{pid}/ns/pid") == os.readlink(f"/proc/{first}/ns/pid"):
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                if Path(f"/proc/{parent}/comm").read_text() == "conmon\n":
+                    found.add(int(parent))
+    (monitor,) = found
+    return monitor
 
 
 def container_of(house: House, session_id: str) -> str:
