@@ -176,14 +176,15 @@ def _start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -
 
 def turn_entry(turn: Turn) -> Entry:
     body = pack_turn(turn)
-    columns = (turn.session_id, turn.index, len(turn.sampled), body)
-    row = (*columns, checksum(*columns))
+    row = (turn.session_id, turn.index, len(turn.sampled), body)
     return Entry(ROW_BYTES + len(body), partial(_insert_turn, row=row))
 
 
-def _insert_turn(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
+def _insert_turn(db: sqlite3.Connection, *, row: tuple[str, int, int, bytes]) -> None:
+    # summed here, in the writer's thread: turns are enqueued on the event loop, and may be megabytes
     db.execute(
-        "INSERT OR REPLACE INTO turns (session_id, turn, sampled, body, checksum) VALUES (?, ?, ?, ?, ?)", row
+        "INSERT OR REPLACE INTO turns (session_id, turn, sampled, body, checksum) VALUES (?, ?, ?, ?, ?)",
+        (*row, checksum(*row)),
     )
 
 

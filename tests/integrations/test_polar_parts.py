@@ -6,7 +6,7 @@ import json
 import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from attrs import evolve
@@ -213,6 +213,23 @@ async def test_a_session_that_was_pruned_says_so(tmp_path: Path) -> None:
         (gone,) = (await whole(journal, "t"))["results"]
         assert (gone["session_id"], gone["status"], gone["trajectory"]["traces"]) == ("a", "COMPLETED", [])
         assert "retention" in gone["error"]
+
+
+async def test_a_session_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
+        journal.task_submitted(make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
+        journal.turn(make_turn("a"))
+        journal.publish(make_trajectory("a"))
+        await journal.flushed()
+        monkeypatch.setattr(answers, "session_result", fail)
+        (lost,) = (await whole(journal, "t"))["results"]
+        assert (lost["session_id"], lost["status"], lost["trajectory"]["traces"]) == ("a", "COMPLETED", [])
+        assert "cannot be written (RecursionError" in lost["error"]
 
 
 # ── the rest ──────────────────────────────────────────────────────────────────
