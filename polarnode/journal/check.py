@@ -193,7 +193,7 @@ def _events(db: sqlite3.Connection) -> None:
 
 
 def _weights(db: sqlite3.Connection) -> None:
-    entries.weights(db, -1)
+    entries.weights(db, None)
 
 
 # by table and its key, what must be there for each row, as a query that gives the keys of the rows without it

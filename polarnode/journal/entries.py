@@ -9,6 +9,7 @@ so that a crash of the node cannot separate them.
 import sqlite3
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from attrs import frozen
@@ -329,10 +330,10 @@ def _insert_weights(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
         db.execute("INSERT INTO weights (version, at, body, checksum) VALUES (?, ?, ?, ?)", row)
 
 
-def weights(db: sqlite3.Connection, limit: int) -> tuple[WeightsRow, ...]:
+def weights(db: sqlite3.Connection, limit: int | None) -> tuple[WeightsRow, ...]:
     """Newest first, without damaged rows."""
-    rows = db.execute(COLUMNS + "ORDER BY number DESC LIMIT ?", (limit,)).fetchall()
-    return tuple(found for row in rows if (found := _row(db, *row)) is not None)
+    rows = (_row(db, *row) for row in db.execute(COLUMNS + "ORDER BY number DESC"))
+    return tuple(islice((found for found in rows if found is not None), limit))
 
 
 def weights_of(db: sqlite3.Connection, version: str) -> WeightsRow | None:
