@@ -52,6 +52,7 @@ from polarnode.gateway.machine import EMPTY_ANSWER, Exchange, Terms
 from polarnode.http.asgi import Responder, wait_disconnected
 from polarnode.merge.attach import Plan
 from polarnode.providers.contract import Dialect, ModelCallInfo, Reply, ServedModel
+from polarnode.support.concurrency import ThreadShare
 from polarnode.tokens.families import Family
 from polarnode.tokens.parser import Parser
 from polarnode.tokens.template import Template
@@ -85,6 +86,7 @@ T = TypeVar("T")
 RENDERINGS: Final = 2
 # new text up to this length is rendered in place, in about 2 ms; under load a thread switch costs as much
 INLINE_CHARS: Final = 2_000
+INLINE_MESSAGES: Final = 100  # a template takes 10 us for each
 
 
 @define(eq=False, kw_only=True)
@@ -110,25 +112,33 @@ class Model:
         """The model's entry in a list of models."""
         return ServedModel(id=self.id, context_length=self.context_length)
 
-    async def root(self, conversation: Conversation) -> "array[int]":
-        """Render the whole conversation as ids (int32). Raises Refused when the template rejects it."""
-        long = bool(conversation.tools) or _is_long(conversation.messages)
-        return await self._rendered(lambda: self.template.root(conversation), long=long)
-
     async def prompt(
-        self, conversation: Conversation, new: tuple[Message, ...], history: "array[int] | None"
+        self,
+        conversation: Conversation,
+        new: tuple[Message, ...],
+        history: "array[int] | None",
+        *,
+        threads: trio.CapacityLimiter,
     ) -> PromptRendered:
         """Render a request as ids: `history`, the ids of the turn it extends (None for a root), followed by
-        the `new` messages.
+        the `new` messages. `threads` are the session's.
 
-        Raises Refused when the template rejects them.
+        Raises Refused when the template rejects them, and ContextTooLong for a long text beyond the context.
         """
+        template = self.template
         if history is None:
             # includes the thinking that the client left out
-            root = await self.root(evolve(conversation, messages=new))
-            return PromptRendered(prompt=root, delta=root, notes=self.template.limits.notes(new))
+            whole = evolve(conversation, messages=new)
+            root = await self._rendered(
+                lambda: template.root(whole, context_length=self.context_length),
+                threads if conversation.tools or _is_long(new) else None,
+            )
+            return PromptRendered(prompt=root, delta=root, notes=template.limits.notes(new))
         suffix = await self._rendered(
-            lambda: self.template.suffix(new, conversation=conversation, sampled=history), long=_is_long(new)
+            lambda: template.suffix(
+                new, conversation=conversation, sampled=history, context_length=self.context_length
+            ),
+            threads if _is_long(new) else None,
         )
         return PromptRendered(
             prompt=history + suffix.ids,
@@ -155,15 +165,18 @@ class Model:
             prompt=prompt,
         )
 
-    async def _rendered(self, render: Callable[[], T], *, long: bool) -> T:
-        if not long:
-            return render()
-        return await trio.to_thread.run_sync(render, limiter=self._renderings, abandon_on_cancel=True)
+    async def _rendered(self, render: Callable[[], T], threads: trio.CapacityLimiter | None) -> T:
+        """What `render` returns, from one of the session's `threads`; None renders in place."""
+        return render() if threads is None else await ThreadShare(threads, self._renderings).run(render)
 
 
 def _is_long(messages: Sequence[Message]) -> bool:
     return (
-        sum(len(message.text) + sum(len(call.arguments) for call in message.calls) for message in messages)
+        len(messages) > INLINE_MESSAGES
+        or sum(
+            len(message.text) + len(message.thinking) + sum(len(call.arguments) for call in message.calls)
+            for message in messages
+        )
         > INLINE_CHARS
     )
 
@@ -334,7 +347,12 @@ class ModelCall:
     async def _render(self, plan: Plan) -> PromptRendered | RequestRefused:
         history = None if plan.parent is None else self.incoming.session.lineages.history(plan)
         try:
-            rendered = await self.model.prompt(self.incoming.request.conversation, plan.new, history)
+            rendered = await self.model.prompt(
+                self.incoming.request.conversation,
+                plan.new,
+                history,
+                threads=self.incoming.session.threads,
+            )
             self.incoming.session.hold_prompt(
                 self._scope, len(rendered.prompt), context_length=self.model.context_length
             )

@@ -14,6 +14,7 @@ except for its key, and is never read back by the node.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
@@ -29,14 +30,25 @@ from polarnode.core.errors import Refused
 from polarnode.gateway.call import Incoming, Model, ModelCall
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.gateway.machine import SESSION_OVER, held_request
+from polarnode.gateway.request_limits import (
+    MARKS,
+    NODE_BODIES,
+    SESSION_BODIES,
+    RequestLimits,
+    check_constraint,
+    marks_of,
+)
 from polarnode.http.asgi import (
-    BODY_BYTES,
+    BODY_S,
+    Body,
     BodyBudget,
     BrowserGuard,
     ClientDisconnected,
     Overloaded,
     Responder,
     TooLarge,
+    TooSlow,
+    announced_length,
     header_map,
     read_body,
     writes_of,
@@ -45,7 +57,8 @@ from polarnode.http.connections import place_of
 from polarnode.merge.attach import regrouped
 from polarnode.providers.contract import JSON_TYPE, Envelope, Fault, Reply
 from polarnode.providers.dialect import Route, missed, route, session_keys
-from polarnode.support.bounded import remember
+from polarnode.support.bounded import give_back_memory, remember
+from polarnode.support.concurrency import ThreadShare
 
 # ── recordings ────────────────────────────────────────────────────────────
 
@@ -77,7 +90,9 @@ class Recordings:
 
 
 def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """The file's content: headers in wire order, a JSON body verbatim, any other body as text."""
+    """The file's content: headers in wire order, a JSON body verbatim, any other body as text; also JSON of
+    so many parts that it is refused unread.
+    """
     keys = session_keys(target, header_map(headers))
     pairs: list[Json] = [
         [name.decode("latin1"), _masked(value.decode("latin1"), keys)] for name, value in headers
@@ -100,6 +115,8 @@ def _masked(text: str, keys: tuple[str, ...]) -> str:
 def _body(body: bytes) -> Json:
     if not body:
         return None
+    if marks_of(body) > MARKS:
+        return body.decode(errors="replace")
     try:
         orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -117,15 +134,18 @@ def _write(file: Path, content: bytes) -> None:
 ANY_SESSION: Final = "any"  # the folder of requests to an endpoint of no one session
 INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only delay the loop
+# after a longer body the memory that is free is given back, in milliseconds of a thread; a prompt of 100k
+# tokens is shorter
+LARGE_BYTES: Final = 512 << 10
 
 _ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
-_TOO_LARGE: Final = Fault(
-    kind="too_large", message=f"the body is larger than {BODY_BYTES >> 20} MiB: send less"
-)
 _OVERLOADED: Final = Fault(
     kind="overloaded",
     message="too many long requests of this session are being read at once: send it again",
     retry_after_s=1,
+)
+_TOO_SLOW: Final = Fault(
+    kind="overloaded", message=f"the body was not complete after {BODY_S:.0f} s: send it again"
 )
 _UNKNOWN_KEY: Final = Fault(
     kind="unauthorized", message="no session of this node has this key: send the one the harness was given"
@@ -154,12 +174,18 @@ class ModelPlane:
     model: Model
     recordings: Recordings | None = None  # writes every request verbatim; None: no recording
     _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
+    _limits: RequestLimits = field(init=False)
+    _bodies: BodyBudget = field(init=False)  # of all endpoints
+
+    def __attrs_post_init__(self) -> None:
+        self._limits = RequestLimits(self.model.context_length)
+        self._bodies = BodyBudget(NODE_BODIES * self._limits.body_bytes)
 
     def app_for(self, session_id: str | None) -> ASGIFramework:
         """The ASGI app of a model endpoint. It accepts only the key of `session_id`; None accepts the key of
         every live session.
         """
-        budget = BodyBudget()
+        budget = BodyBudget(SESSION_BODIES * self._limits.body_bytes, shared=self._bodies)
 
         async def endpoint(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
@@ -186,22 +212,34 @@ class ModelPlane:
         endpoint: str | None,
         budget: BodyBudget,
     ) -> None:
-        with budget.reserve() as reservation:
-            answer = await self._answer(
-                scope, await read_body(receive, reservation=reservation, limit=BODY_BYTES), endpoint
-            )
-        match answer:
-            case ClientDisconnected():
-                return
-            case Reply():
-                await responder.reply(answer)
-            case Incoming():
-                await ModelCall(self.model, answer, responder).run(receive)
-            case _:
-                assert_never(answer)
+        large = False
+        try:
+            with budget.reserve() as reservation:
+                body = await read_body(
+                    receive,
+                    reservation=reservation,
+                    limit=self._limits.body_bytes,
+                    announced=announced_length(header_map(scope["headers"])),
+                )
+                large = reservation.bytes > LARGE_BYTES
+                answer = await self._answer(scope, body, endpoint)
+                del body
+            match answer:
+                case ClientDisconnected():
+                    return
+                case Reply():
+                    await responder.reply(answer)
+                case Incoming():
+                    await ModelCall(self.model, answer, responder).run(receive)
+                case _:
+                    assert_never(answer)
+        finally:
+            if large:
+                with trio.CancelScope(shield=True):  # milliseconds
+                    await give_back_memory()
 
     async def _answer(
-        self, scope: HTTPScope, body: bytes | TooLarge | Overloaded | ClientDisconnected, endpoint: str | None
+        self, scope: HTTPScope, body: Body, endpoint: str | None
     ) -> Reply | Incoming | ClientDisconnected:
         """The reply to a request, or the call to run for it. The body is released here: a call may last
         minutes and keeps only what was read from the body.
@@ -217,7 +255,7 @@ class ModelPlane:
         if found is None:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
         if not isinstance(body, bytes):
-            return found.dialect.error(_TOO_LARGE if isinstance(body, TooLarge) else _OVERLOADED)
+            return found.dialect.error(self._unread(found, body))
         request = _Request(
             route=found, target=target, query=query, headers=headers, body=body, endpoint=endpoint
         )
@@ -230,6 +268,22 @@ class ModelPlane:
                 return await self._incoming(request)
             case _:
                 assert_never(found.operation)
+
+    def _unread(self, found: Route, body: TooLarge | Overloaded | TooSlow) -> Fault:
+        """The fault of a body that was not kept. One that is too large has too long a prompt, or images that
+        harnesses drop when they compact.
+        """
+        match body:
+            case TooLarge() if found.operation in ("models", "model"):
+                return Fault(kind="too_large", message="this route takes no body: send none")
+            case TooLarge(size):
+                return Fault.of(self._limits.too_long(size))
+            case Overloaded():
+                return _OVERLOADED
+            case TooSlow():
+                return _TOO_SLOW
+            case _:
+                assert_never(body)
 
     def _listed(self, request: _Request) -> Reply:
         """The list of models, which needs no key (hermes probes without one); a wrong key is refused."""
@@ -255,7 +309,8 @@ class ModelPlane:
         try:
             read, _ = await self._read(request, session)
             history, new = session.lineages.look(read.conversation, hints=read.hints)
-            body = dialect.count(len((await self.model.prompt(read.conversation, new, history)).prompt))
+            rendered = await self.model.prompt(read.conversation, new, history, threads=session.threads)
+            body = dialect.count(len(rendered.prompt))
         except Refused as error:
             return dialect.error(Fault.of(error))
         return (
@@ -296,14 +351,16 @@ class ModelPlane:
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
         """Read the body as a request, with the body's digest. Raises Refused with the path of the field."""
         if len(request.body) <= INLINE_BYTES:
-            return _read(request, session, self.model)
-        return await trio.to_thread.run_sync(
-            _read, request, session, self.model, limiter=self._readers, abandon_on_cancel=True
-        )
+            return _read(request, session, self.model, self._limits)
+        share = ThreadShare(session.threads, self._readers)
+        return await share.run(partial(_read, request, session, self.model, self._limits))
 
 
-def _read(request: _Request, session: LiveSession, model: Model) -> tuple[ModelRequest, str]:
-    found = request.route
+def _read(
+    request: _Request, session: LiveSession, model: Model, limits: RequestLimits
+) -> tuple[ModelRequest, str]:
+    found, body = request.route, request.body
+    limits.check_body(body)
     envelope = Envelope(
         headers=request.headers,
         model=found.model,
@@ -312,9 +369,14 @@ def _read(request: _Request, session: LiveSession, model: Model) -> tuple[ModelR
         query=request.query,
         memory=session.memory,
     )
-    read = regrouped(found.dialect.read(request.body, envelope), session.lineages.references)
+    read = found.dialect.read(body, envelope)
+    limits.check_conversation(read.conversation, body_bytes=len(body))
+    if read.constraint is not None:
+        check_constraint(read.constraint)
+    read = regrouped(read, session.lineages.references)
     kept = held_request(read, headers=model.family.harmony is not None)
-    return kept, blake2b(request.body, digest_size=16, person=found.operation.encode()).hexdigest()
+    session.lineages.prepare(kept.conversation)
+    return kept, blake2b(body, digest_size=16, person=found.operation.encode()).hexdigest()
 
 
 def _json(body: bytes) -> Reply:

@@ -199,6 +199,8 @@ class LiveSession:
     retries: Retries = field(factory=Retries, init=False)
     over: bool = field(default=False, init=False)
     spent_clock: Clock | None = field(default=None, init=False)
+    # its threads that read or render long requests: one, so that another session always finds a free one
+    threads: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
     # to the number of samples requested
     _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)
     # to the tokens of its prompt, once it is rendered

@@ -6,9 +6,9 @@ sampled and used, never what should have been.
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import Final, Protocol
 
 from attrs import define, evolve, field
 
@@ -31,6 +31,10 @@ from polarnode.merge.token_extras import CallExtras, turn_extras
 from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.output_parser import joined
 from polarnode.tokens.parser import ParsedAnswer
+
+# lines on one request in its turn, and characters of each: the requests of ten harnesses have under ten lines
+NOTES: Final = 100
+NOTE_CHARS: Final = 500
 
 
 class AnswerParser(Protocol):
@@ -245,6 +249,13 @@ def _notes(sample: Sample) -> Iterator[str]:
     yield from rendered.notes
     if request.conversation.tool_choice != "auto":
         yield f"tool_choice {request.conversation.tool_choice!r} was asked: nothing makes the model obey it"
-    yield from request.notes
+    yield from _first(request.notes)
     if request.ignored:
-        yield f"ignored: {', '.join(request.ignored)}"
+        yield f"ignored: {', '.join(_first(request.ignored))}"
+
+
+def _first(lines: Sequence[str]) -> Iterator[str]:
+    """The first of lines that a client may send by the hundred thousand, shortened, and how many follow."""
+    yield from (line if len(line) <= NOTE_CHARS else line[:NOTE_CHARS] + "…" for line in lines[:NOTES])
+    if len(lines) > NOTES:
+        yield f"{len(lines) - NOTES} more"

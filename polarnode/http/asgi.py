@@ -136,23 +136,30 @@ def admit_request() -> None:
 
 # ── request bodies ────────────────────────────────────────────────────────────
 
-# a million tokens are 4-6 MB of JSON, and six times that when every character is escaped
-BODY_BYTES: Final = 64 << 20
-# for all bodies one endpoint is reading: 1.5 times the longest; a dozen concurrent sub-agents send 4 MB each
-RESERVED_BYTES: Final = 96 << 20
+# of each body, not counted against the budget that its endpoint shares: most requests are shorter
+UNSHARED_BYTES: Final = 1 << 20
 # a body over the limit is read up to this size and dropped: a client that is still sending does not read
 # its 413
 DRAINED_BYTES: Final = 256 << 20
+# seconds for a whole body: 64 MiB through a slow tunnel (5 Mbit/s); clients give up after minutes
+BODY_S: Final = 120.0
 
 
 @frozen
 class TooLarge:
-    """A body over the limit. It was dropped."""
+    """A body over the limit. It was dropped. `size`: the bytes announced, or those that came."""
+
+    size: int
 
 
 @frozen
 class Overloaded:
     """A body over the budget of the bodies that its endpoint is reading. It was dropped."""
+
+
+@frozen
+class TooSlow:
+    """A body that was not complete after BODY_S. It was dropped; the rest of it may still come."""
 
 
 @frozen
@@ -163,10 +170,12 @@ class ClientDisconnected:
 @define(eq=False)
 class BodyBudget:
     """The bytes that all bodies being read by one endpoint may take together, so that a client that starts
-    many requests and completes none cannot fill the memory.
+    many requests and completes none cannot fill the memory. `shared` is the budget of all endpoints, for what
+    a body has beyond UNSHARED_BYTES.
     """
 
-    free: int = RESERVED_BYTES
+    free: int
+    shared: "BodyBudget | None" = None
 
     @contextmanager
     def reserve(self) -> Iterator["Reservation"]:
@@ -175,31 +184,55 @@ class BodyBudget:
         try:
             yield reservation
         finally:
-            self.free += reservation.bytes
+            reservation.release()
 
 
 @define(eq=False)
 class Reservation:
-    """The bytes of the budget taken by one body."""
+    """The bytes of the budget taken by one body; `shared` of them are taken of the shared budget too."""
 
     budget: BodyBudget
     bytes: int = 0
+    shared: int = 0
 
     def take(self, count: int) -> bool:
         """Take `count` more bytes of the budget. Returns False when they are not free."""
-        if count > self.budget.free:
+        budget = self.budget
+        shared = max(0, self.bytes + count - UNSHARED_BYTES) - self.shared if budget.shared else 0
+        if count > budget.free or (budget.shared and shared > budget.shared.free):
             return False
+        self._move(count, shared)
+        return True
+
+    def release(self) -> None:
+        """Return all that was taken."""
+        self._move(-self.bytes, -self.shared)
+
+    def _move(self, count: int, shared: int) -> None:
         self.budget.free -= count
         self.bytes += count
-        return True
+        self.shared += shared
+        if self.budget.shared is not None:
+            self.budget.shared.free -= shared
+
+
+Body = bytes | TooLarge | Overloaded | TooSlow | ClientDisconnected
 
 
 async def read_body(
-    receive: ASGIReceiveCallable, *, reservation: Reservation, limit: int = BODY_BYTES
-) -> bytes | TooLarge | Overloaded | ClientDisconnected:
-    """Read the request's whole body."""
+    receive: ASGIReceiveCallable, *, reservation: Reservation, limit: int, announced: int = 0
+) -> Body:
+    """Read the request's whole body. Nothing is kept of one whose `announced` length is over the limit."""
+    with trio.move_on_after(BODY_S):
+        return await _read_body(receive, reservation=reservation, limit=limit, announced=announced)
+    return TooSlow()
+
+
+async def _read_body(
+    receive: ASGIReceiveCallable, *, reservation: Reservation, limit: int, announced: int
+) -> Body:
     parts: list[bytes] = []
-    size, fits = 0, True
+    size, fits = 0, announced <= limit
     while size <= DRAINED_BYTES:
         message = await receive()
         if message["type"] != "http.request":
@@ -212,9 +245,15 @@ async def read_body(
             parts.clear()
         if not message["more_body"]:
             break
-    if size > limit:
-        return TooLarge()
+    if max(size, announced) > limit:
+        return TooLarge(max(size, announced))
     return b"".join(parts) if fits else Overloaded()
+
+
+def announced_length(headers: Mapping[str, str]) -> int:
+    """The length of the body as its headers state it; 0 when they do not."""
+    length = headers.get("content-length", "")
+    return int(length) if length.isdecimal() and len(length) < 20 else 0  # the server checked it
 
 
 async def wait_disconnected(receive: ASGIReceiveCallable) -> None:

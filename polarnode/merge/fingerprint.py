@@ -135,6 +135,8 @@ _DEEPEST: Final = 100
 _TOOL_LISTS: Final = 64
 _REMEMBERED_CALLS: Final = 8192
 _REMEMBERED_LENGTH: Final = 1024
+# Characters of longer calls, of the request that is read now: a prompt of 128k tokens is calls of half of it.
+_PREPARED_CHARS: Final = 2 << 20
 
 # What Python and JavaScript strip, together, because both kinds of harness trim our text.
 _BLANK: Final = "".join(chr(code) for code in range(0x3001) if chr(code).isspace()) + "\ufeff"
@@ -250,6 +252,22 @@ class Memo:
     trails: Trails = field(factory=Trails)
     _tools: dict[bytes, str] = field(factory=dict)
     _arguments: dict[str, str] = field(factory=dict)
+    _prepared: dict[str, str] = field(factory=dict)
+
+    def prepare(self, conversation: Conversation) -> None:
+        """Read the tools and the calls of a request that will be planned, in any thread: a call with a
+        million numbers takes a second.
+        """
+        self.tools_key(conversation.tools)
+        long: dict[str, str] = {}
+        room = _PREPARED_CHARS
+        for message in conversation.messages:
+            for call in message.calls:
+                read = self.canonical(call.arguments)
+                if len(call.arguments) > _REMEMBERED_LENGTH and len(read) <= room:
+                    room -= len(read)
+                    long[call.arguments] = read
+        self._prepared = long
 
     def tools_key(self, tools: Sequence[Tool]) -> str:
         """As the function of that name."""
@@ -265,7 +283,7 @@ class Memo:
 
     def canonical(self, arguments: str) -> str:
         """As `canonical_arguments`."""
-        cached = self._arguments.get(arguments)
+        cached = self._arguments.get(arguments) or self._prepared.get(arguments)
         if cached is not None:
             return cached
         read = canonical_arguments(arguments)

@@ -144,6 +144,10 @@ class Lineages:
         """The turns that ended, by index; a turn whose generation is still under way is absent."""
         return tuple(turn for _, turn in sorted(self._ledger.turns.items()))
 
+    def prepare(self, conversation: Conversation) -> None:
+        """Do the part of a plan that depends on the request alone; for long requests, in another thread."""
+        self._memo.prepare(conversation)
+
     def plan(
         self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS
     ) -> Plan:

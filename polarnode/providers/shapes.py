@@ -29,6 +29,10 @@ STOPS = 64  # each is searched for in every chunk of an answer; OpenAI allows fo
 # characters; so much of an answer is held back from its stream while it may become a stop string
 STOP_CHARS = 1000
 
+# Escapes in a body that is mended, each of which takes 100 bytes meanwhile; 10 MB of source code have 0.3
+# million.
+MENDED = 1_000_000
+
 # In this order: a surrogate pair, a lone surrogate, any other escape (so that `\\ud800`, an escaped
 # backslash, is skipped).
 _ESCAPES = re.compile(
@@ -56,6 +60,8 @@ def read_value(body: bytes) -> Json:
     try:
         value = read_json(body)
     except Refused:
+        if body.count(b"\\") > MENDED:
+            raise
         mended = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
         if mended == body:
             raise

@@ -1,4 +1,5 @@
-"""Two helpers of concurrent tasks: a semaphore with priorities, and services in the background.
+"""Three helpers of concurrent tasks: a semaphore with priorities, a session's share of threads, and services
+in the background.
 
 The semaphore is for stage limits: how many sessions may be in a stage at once. It wakes its waiters by
 priority, then by age. Trio's own limiters are first come, first served, and a trainer that raises the
@@ -14,11 +15,14 @@ import heapq
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
+from typing import TypeVar
 
 import trio
 from attrs import define, field, frozen
 
-from polarnode.core.errors import PolarnodeError
+from polarnode.core.errors import PolarnodeError, Refused
+
+T = TypeVar("T")
 
 # ── semaphore ────────────────────────────────────────────────────────────
 
@@ -93,6 +97,60 @@ class PrioritySemaphore:
         return SemaphoreStatistics(
             limit=self.limit, inside=self._inside, waiting=len(self._waiting), held_back=self.held_back
         )
+
+
+# ── threads ────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class ThreadShare:
+    """A limiter for `trio.to_thread.run_sync` that holds a place of `own` and one of `node`.
+
+    A session waits for its own threads first, so that it takes at most its own number of the node's places,
+    also with threads that were abandoned and still run.
+    """
+
+    own: trio.CapacityLimiter
+    node: trio.CapacityLimiter
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns, from a thread, which is abandoned when the caller is cancelled.
+
+        A refusal comes without the frames it was raised in: Trio keeps a thread's exception in a cycle, and
+        with it the request, until the garbage collector runs, which is rare.
+        """
+        done = await trio.to_thread.run_sync(
+            _caught,
+            work,
+            limiter=self,  # type: ignore[arg-type]  # documented: any object with these two methods
+            abandon_on_cancel=True,
+        )
+        try:
+            if isinstance(done, Refused):
+                raise done
+            return done
+        finally:
+            del done  # or the exception's frame would hold the exception
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        await self.own.acquire_on_behalf_of(borrower)
+        try:
+            await self.node.acquire_on_behalf_of(borrower)
+        except BaseException:
+            self.own.release_on_behalf_of(borrower)
+            raise
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        self.node.release_on_behalf_of(borrower)
+        self.own.release_on_behalf_of(borrower)
+
+
+def _caught(work: Callable[[], T]) -> T | Refused:
+    try:
+        return work()
+    except Refused as error:
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
 
 
 # ── background services ────────────────────────────────────────────────────────────

@@ -202,6 +202,8 @@ _SHOWN_SO: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
 
 _ANSWER: Final = "ANSWER"
 _THOUGHT: Final = "THOUGHT"
+# messages at either end; a render of twice as many takes 1 ms, and the event loop waits for a dozen
+_EDGE: Final = 32
 _TOOL: Final = Tool(
     name="look", description="Look.", parameters={"type": "object", "properties": {"a": {"type": "string"}}}
 )
@@ -247,6 +249,7 @@ def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
 
 def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
     """Whether the template leaves out the thinking of earlier turns when messages of these roles follow."""
+    new = _few(new)
     answer = Message(role="assistant", text="a", thinking=_THOUGHT + "2")
     if new and new[0].role == "tool":
         answer = evolve(answer, text="", calls=(_CALL,))
@@ -265,6 +268,14 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
             continue
         return text.count(_THOUGHT) < (2 if history else 1)
     return False
+
+
+def _few(new: Sequence[Message]) -> Sequence[Message]:
+    """Messages that stand for all of these: a template looks at the first and last ones, and for roles."""
+    if len(new) <= 2 * _EDGE:
+        return new
+    first, between, last = new[:_EDGE], new[_EDGE:-_EDGE], new[-_EDGE:]
+    return (*first, *{message.role: message for message in between}.values(), *last)
 
 
 def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool | None) -> Iterator[str]:

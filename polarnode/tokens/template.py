@@ -13,7 +13,8 @@ there than its template would write, a note says so.
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, assert_never
 
@@ -21,7 +22,7 @@ from attrs import Factory, evolve, field, frozen
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message
-from polarnode.core.errors import ModelError, boundary
+from polarnode.core.errors import ContextTooLong, ModelError, boundary
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.audit import Limits, audit, drops_thinking
 from polarnode.tokens.families import Family, HarmonyMarks, Mode, family_of
@@ -99,6 +100,39 @@ def differences(
     return (f"the sample ends with {written!r} where the template {instead}: {_HERE}",)
 
 
+# ── encoding up to a limit ────────────────────────────────────────────────────────────────────────
+
+# Encoding takes 110 to 480 bytes a character, so the tokens of a longer text are counted in pieces first.
+WHOLE_CHARS: Final = 256 << 10
+PIECE_CHARS: Final = 64 << 10
+# A cut adds fewer tokens than this to those of the uncut text: it splits one word.
+CUT_TOKENS: Final = 16
+
+
+@frozen(kw_only=True)
+class TokenRoom:
+    """The tokens that a prompt may have; `used` of them precede what is encoded."""
+
+    context_length: int
+    used: int = 0
+
+    def check(self, tokens: int, *, share: float) -> None:
+        """Raise ContextTooLong when `tokens` do not fit, which are those of this share of the text."""
+        if self.used + tokens > self.context_length:
+            raise ContextTooLong(prompt_tokens=self.used + int(tokens / share), limit=self.context_length)
+
+    def encode(self, text: str, *, encode: Callable[[str], list[int]], before: int) -> list[int]:
+        """The ids of one text that follows `before` ids. A long text is refused once enough of it is
+        counted: in pieces, whose memory is given back, and in time proportional to the context.
+        """
+        if len(text) > WHOLE_CHARS:
+            counted = before
+            for start in range(0, len(text), PIECE_CHARS):
+                counted += len(encode(text[start : start + PIECE_CHARS])) - CUT_TOKENS
+                self.check(counted, share=min(1.0, (start + PIECE_CHARS) / len(text)))
+        return encode(text)
+
+
 # ── template ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -141,15 +175,28 @@ class Template:
         """The ids that end a generation, the turn end first."""
         return self.family.stop_ids
 
-    def root(self, conversation: Conversation) -> "array[int]":
+    def root(self, conversation: Conversation, *, context_length: int | None = None) -> "array[int]":
         """The ids of the whole conversation, up to the opening of the next turn: int32. Refused where
         the template cannot show it.
+
+        ContextTooLong for a long text as soon as more than `context_length` tokens are found; its number is
+        then an estimate.
         """
         messages = self.limits.settled(conversation.messages)
         self.limits.check(messages, conversation.tools)
-        return self._encoded(self._renderer.whole(evolve(conversation, messages=messages)), again=True)
+        room = None if context_length is None else TokenRoom(context_length=context_length)
+        return self._encoded(
+            self._renderer.whole(evolve(conversation, messages=messages)), again=True, room=room
+        )
 
-    def suffix(self, new: Sequence[Message], *, conversation: Conversation, sampled: "array[int]") -> Suffix:
+    def suffix(
+        self,
+        new: Sequence[Message],
+        *,
+        conversation: Conversation,
+        sampled: "array[int]",
+        context_length: int | None = None,
+    ) -> Suffix:
         """The ids that follow a sampled turn, so that the model answers `new` messages.
 
         `conversation` is the whole new request. `sampled` are the ids of the turn it extends, or all
@@ -157,7 +204,8 @@ class Template:
         sample without turn end is closed first: an open thought, then the turn. A cut call stays open,
         because a made-up end would make it look complete. With nothing new a cut sample continues
         exactly where it ended (no ids), and an ended one is followed by the next turn's opening. A
-        boundary that the sample ends with is not written twice.
+        boundary that the sample ends with is not written twice. `context_length` is for all ids, as in
+        `root`; `sampled` must then be all ids so far.
         """
         if not new and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
@@ -166,7 +214,8 @@ class Template:
         rendered = self._renderer.following(
             messages, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking
         )
-        opening = self._encoded(rendered)
+        room = None if context_length is None else TokenRoom(context_length=context_length, used=len(sampled))
+        opening = self._encoded(rendered, room=room)
         close = (
             ids()
             if sampled and sampled[-1] in self.family.turn_ends
@@ -219,22 +268,30 @@ class Template:
         started = mode_at_end(opening_again, self.tokenizer, self.family)
         return Closing(self.family).of(mode_at_end(sampled, self.tokenizer, self.family, started), opening)
 
-    def _encoded(self, rendered: RenderedText, *, again: bool = False) -> "array[int]":
+    def _encoded(
+        self, rendered: RenderedText, *, again: bool = False, room: TokenRoom | None = None
+    ) -> "array[int]":
         """Split on control strings while client text is guarded, restore the text, encode what stands
         between.
 
         `again`: cache the ids of long pieces. A tool's result rarely recurs, and would only evict a
-        conversation's head.
+        conversation's head. `room`: where to stop with a long text.
         """
-        encoded = ids()
+        encoded, chars = ids(), 0
+        bounded = room if len(rendered.text) > WHOLE_CHARS else None
         for place, piece in enumerate(self._control.split(rendered.text)):
+            chars += len(piece)
             if place % 2:
                 encoded.append(self.tokenizer.control[piece])
             elif piece:
                 text, encode = rendered.guard.show(piece), self.tokenizer.encode_plain
+                if bounded is not None:
+                    encode = partial(bounded.encode, encode=encode, before=len(encoded))
                 encoded.extend(
                     self._tokenized.ids(text, encode) if again and len(text) >= SHORTEST else encode(text)
                 )
+            if bounded is not None and piece:
+                bounded.check(len(encoded), share=chars / len(rendered.text))
         return encoded
 
 

@@ -177,7 +177,7 @@ FAULTS: dict[str, FaultKind] = {
     "overload": "overloaded",
     "the engine failed": "engine_failed",
     "cancelled by new weights": "cancelled",
-    "the body is over 64 MiB": "too_large",
+    "a body over its limit, on a route without a prompt": "too_large",
 }
 
 

@@ -23,7 +23,7 @@ from tokens_kit import model
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
-from polarnode.gateway import endpoint
+from polarnode.gateway import request_limits
 from polarnode.gateway.call import INLINE_CHARS, OUTBOX
 from polarnode.gateway.delivery import KeepAlivePacing
 
@@ -288,18 +288,26 @@ async def test_a_session_that_spent_its_turns_is_told_to_stop() -> None:
     assert (len(here.turns), spent, here.s1.spent_clock) == (1, [True], "turns")
 
 
-async def test_a_body_over_the_limit_is_413_in_both_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "BODY_BYTES", 50_000)
-    here = stage(scripted("x"))
-    large: Any = [{"role": "user", "content": "x" * 400_000}]
+# over the bytes of a body; over the letters of the context; over the tokens of the context
+@pytest.mark.parametrize("letters", [400_000, 20_000, 5_000])
+async def test_a_long_request_is_too_long_in_both_shapes(
+    monkeypatch: pytest.MonkeyPatch, letters: int
+) -> None:
+    monkeypatch.setattr(request_limits, "IMAGES_BYTES", 50_000)
+    here = stage(scripted("x"), context=1000)
+    long: Any = [{"role": "user", "content": "xy" * (letters // 2)}]
     async with served(here.app) as base:
-        with pytest.raises(openai.APIStatusError) as chat_error:
-            await ask_chat(base, lambda client: client.chat.completions.create(model="m", messages=large))
-        with pytest.raises(anthropic.APIStatusError, match="request_too_large") as messages_error:
+        with pytest.raises(openai.BadRequestError, match="context length is 1000") as chat_error:
+            await ask_chat(base, lambda client: client.chat.completions.create(model="m", messages=long))
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 1000"):
             await ask_messages(
-                base, lambda client: client.messages.create(model="m", max_tokens=9, messages=large)
+                base, lambda client: client.messages.create(model="m", max_tokens=9, messages=long)
             )
-    assert chat_error.value.status_code == messages_error.value.status_code == 413
+        async with httpx2.AsyncClient(base_url=base) as client:
+            listed = await client.request("GET", "/v1/models", content=b" " * letters)
+    assert chat_error.value.code == "context_length_exceeded"
+    assert listed.status_code == (413 if letters == 400_000 else 200)
+    assert not here.turns
 
 
 # ── keys and doors ────────────────────────────────────────────────────────────

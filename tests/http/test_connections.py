@@ -26,8 +26,8 @@ async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
     assert scope["type"] == "http"
     if header_map(scope["headers"]).get("authorization") == "Bearer key":
         admit(scope)
-    with BodyBudget().reserve() as reservation:
-        body = await read_body(receive, reservation=reservation)
+    with BodyBudget(64 << 20).reserve() as reservation:
+        body = await read_body(receive, reservation=reservation, limit=64 << 20)
     if scope["path"] == "/wait":
         await trio.sleep_forever()
     place = place_of(scope)

@@ -18,6 +18,8 @@ from polarnode.http.asgi import (
     Overloaded,
     Responder,
     TooLarge,
+    TooSlow,
+    announced_length,
     header_map,
     read_body,
     wait_disconnected,
@@ -67,22 +69,24 @@ def parts(*bodies: bytes, left: bool = False) -> Callable[[], Any]:
 # ── bodies ────────────────────────────────────────────────────────────────────
 
 
-async def read(receive: Any, *, limit: int = asgi.BODY_BYTES, budget: BodyBudget | None = None) -> object:
+async def read(
+    receive: Any, *, limit: int = 1000, budget: BodyBudget | None = None, announced: int = 0
+) -> object:
     """A body, read through its own endpoint."""
-    with (budget or BodyBudget()).reserve() as reservation:
-        return await read_body(receive, reservation=reservation, limit=limit)
+    with (budget or BodyBudget(1000)).reserve() as reservation:
+        return await read_body(receive, reservation=reservation, limit=limit, announced=announced)
 
 
 async def test_bodies_of_one_door_have_a_room_together() -> None:
     budget = BodyBudget(free=10)
     with budget.reserve() as first:
-        assert await read_body(parts(b"x" * 6), reservation=first) == b"x" * 6
+        assert await read_body(parts(b"x" * 6), reservation=first, limit=10) == b"x" * 6
         receive = parts(b"x" * 4, b"x")
         assert await read(receive, budget=budget) == Overloaded()
         # a client that still sends would not read its refusal
         assert (await receive())["type"] == "http.disconnect"
         assert await read(parts(b"x" * 4), budget=budget) == b"x" * 4
-        assert await read(parts(b"x" * 5), limit=4, budget=budget) == TooLarge()
+        assert await read(parts(b"x" * 5), limit=4, budget=budget) == TooLarge(5)
     assert budget.free == 10, "given back, however the request ended"
     assert await read(parts(b"x" * 10), budget=budget) == b"x" * 10
 
@@ -94,7 +98,7 @@ async def test_a_body_is_put_together() -> None:
 
 async def test_a_body_over_the_limit_is_dropped_but_read_to_its_end() -> None:
     receive = parts(b"x" * 6, b"x" * 6, b"x" * 6)
-    assert await read(receive, limit=10) == TooLarge()
+    assert await read(receive, limit=10) == TooLarge(18)
     assert (await receive())["type"] == "http.disconnect"  # a client that still sends would not read its 413
     assert await read(parts(b"x" * 5, b"x" * 5), limit=10) == b"x" * 10
 
@@ -102,8 +106,45 @@ async def test_a_body_over_the_limit_is_dropped_but_read_to_its_end() -> None:
 async def test_a_body_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "DRAINED_BYTES", 20)
     receive = parts(*[b"x" * 8] * 10)
-    assert await read(receive, limit=10) == TooLarge()
+    assert await read(receive, limit=10) == TooLarge(24)
     assert (await receive())["type"] == "http.request"
+
+
+async def test_nothing_is_kept_of_a_body_announced_as_too_large() -> None:
+    budget = BodyBudget(100)
+    with budget.reserve() as reservation:
+        receive = parts(b"x" * 6, b"x" * 6)
+        assert await read_body(receive, reservation=reservation, limit=10, announced=12) == TooLarge(12)
+        assert reservation.bytes == 0
+        assert (await receive())["type"] == "http.disconnect", "and the connection is left clean"
+    assert announced_length({"content-length": "12"}) == 12
+    assert announced_length({}) == announced_length({"content-length": "-1"}) == 0
+
+
+async def test_sessions_share_a_budget_beyond_the_first_bytes_of_each_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asgi, "UNSHARED_BYTES", 4)
+    node = BodyBudget(10)
+    one, other = BodyBudget(20, shared=node), BodyBudget(20, shared=node)
+    with one.reserve() as first:
+        assert await read_body(parts(b"x" * 7, b"x" * 6), reservation=first, limit=20) == b"x" * 13
+        assert node.free == 1
+        assert await read(parts(b"x" * 4), budget=other) == b"x" * 4, "a short body needs nothing of it"
+        assert await read(parts(b"x" * 6), budget=other) == Overloaded()
+        assert (node.free, other.free) == (1, 20)
+    assert (node.free, one.free) == (10, 20)
+
+
+async def test_a_body_that_takes_for_ever_holds_nothing(autojump_clock: trio.testing.MockClock) -> None:
+    budget = BodyBudget(100)
+    messages = iter([{"type": "http.request", "body": b"x" * 60, "more_body": True}])
+
+    async def receive() -> Any:
+        return next(messages, None) or await trio.sleep_forever()
+
+    assert await read(receive, budget=budget) == TooSlow()
+    assert (trio.current_time(), budget.free) == (asgi.BODY_S, 100)
 
 
 async def test_a_client_that_goes_before_its_body_is_whole() -> None:

@@ -331,7 +331,7 @@ PROMPTS = (
         ),
     ),
     *rules(
-        "tokens.guard",
+        "tokens.rendering",
         (
             "only values are made inert, no keys",
             "{self._hidden(key): self.hide(item)",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+import trio
 from attrs import define, field, frozen
 from tokens_kit import Model, model
 
@@ -55,7 +56,7 @@ CONTEXT = 60_000
 class Inline(call.Model):
     """Renders in place, however long the text."""
 
-    async def _rendered(self, render: Callable[[], T], *, long: bool) -> T:
+    async def _rendered(self, render: Callable[[], T], threads: trio.CapacityLimiter | None) -> T:
         return render()
 
 
@@ -280,7 +281,9 @@ class Desk:
     def rendered(self, request: ModelRequest, plan: Plan) -> PromptRendered | RequestRefused:
         history = None if plan.parent is None else self.lineages.history(plan)
         try:
-            return driven(self.served.prompt(request.conversation, plan.new, history))
+            return driven(
+                self.served.prompt(request.conversation, plan.new, history, threads=trio.CapacityLimiter(1))
+            )
         except Refused as error:
             return RequestRefused(error=error)
 

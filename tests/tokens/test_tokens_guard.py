@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.tokens.guard import Guard
+from polarnode.tokens.rendering import Guard
 
 TEXTS = st.text('ab<[\ue5e5\ue5e6\ue5e7\n"\\\U0001f642', max_size=12)
 VALUES = st.recursive(

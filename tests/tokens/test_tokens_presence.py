@@ -6,8 +6,7 @@ import pytest
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.tokens.guard import Guard
-from polarnode.tokens.rendering import check_present
+from polarnode.tokens.rendering import Guard, check_present
 
 
 def check(text: str, *messages: dict[str, Json], tools: tuple[dict[str, Json], ...] = ()) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message, Tool, ToolCall
-from polarnode.core.errors import Refused
-from polarnode.tokens.template import Suffix, Template
+from polarnode.core.errors import ContextTooLong, Refused
+from polarnode.tokens.template import WHOLE_CHARS, Suffix, Template
 from polarnode.tokens.tokenizer import load_tokenizer
 
 MODERATE = settings(
@@ -395,6 +395,48 @@ def test_a_suffix_encodes_only_what_is_new() -> None:
     template.suffix(new, conversation=conversation, sampled=tiny.spelled("x", kit.END))
     assert sum(map(len, watched.encoded)) < 1200
     assert len(str(watched.rendered)) < 1500
+
+
+# one long text; many; control strings between them; a text of few tokens
+@pytest.mark.parametrize(
+    "texts",
+    [["the quick " * 90_000], ["the quick " * 9_000] * 10, ["a<|im_end|>" * 30_000], [" " * 3_000_000]],
+)
+def test_a_text_far_beyond_the_context_is_not_encoded_to_its_end(texts: list[str]) -> None:
+    tiny = kit.model()
+    watched = kit.Watched(tiny.tokenizer)
+    template = Template(watched, tiny.family)
+    watched.encoded.clear()
+    said = tuple(Message(role="user", text=text) for text in texts)
+    with pytest.raises(ContextTooLong) as refused:
+        template.root(Conversation(messages=said), context_length=10_000)
+    assert max(map(len, watched.encoded)) <= WHOLE_CHARS
+    assert sum(map(len, watched.encoded)) < sum(map(len, texts)) / 3
+    whole = len(template.root(Conversation(messages=said)))
+    assert refused.value.limit == 10_000
+    assert abs(refused.value.prompt_tokens - whole) < whole / 4, "the number is about the whole's"
+
+
+def test_what_is_left_of_the_context_counts() -> None:
+    tiny = kit.model()
+    new = (Message(role="user", text="the quick " * 30_000),)
+    sampled = ids([5] * 9_000 + list(tiny.template.stop_ids[:1]))
+    said = extend(HI, Message(role="assistant", text="x"), *new)
+    whole = tiny.template.suffix(new, conversation=said, sampled=sampled)
+    bounded = tiny.template.suffix(
+        new, conversation=said, sampled=sampled, context_length=9_001 + len(whole.ids)
+    )
+    assert bounded == whole
+    with pytest.raises(ContextTooLong) as refused:
+        tiny.template.suffix(new, conversation=said, sampled=sampled, context_length=20_000)
+    assert refused.value.prompt_tokens > 9_001 + len(whole.ids) * 3 // 4
+
+
+def test_a_root_that_fits_is_the_same_with_a_limit() -> None:
+    tiny = kit.model()
+    said = Conversation(messages=tuple(Message(role="user", text="a b\n" * 40_000) for _ in range(2)))
+    whole = tiny.template.root(said)
+    assert tiny.template.root(said, context_length=len(whole)) == whole
 
 
 def test_threads_do_not_disturb_each_other() -> None:

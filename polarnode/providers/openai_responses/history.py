@@ -57,9 +57,9 @@ def retold(summary: str) -> str:
 # ── sealed content ────────────────────────────────────────────────────────────
 
 _OURS: Final = "pn1_"
-# bytes once decompressed: a million tokens of thinking are 4-6 MB; a client may send a small text that
-# decompresses to more
-_LONGEST: Final = 16 << 20
+# bytes of a request's sealed items once decompressed: a million tokens of thinking are 4-6 MB; a client may
+# send a small text that decompresses to more
+UNSEALED_BYTES: Final = 16 << 20
 
 
 @frozen(kw_only=True)
@@ -86,14 +86,16 @@ def seal(content: SealedContent) -> str:
     return _OURS + urlsafe_b64encode(packed).decode().rstrip("=")
 
 
-def unseal(opaque: str) -> SealedContent | None:
-    """The content of an opaque text; None when it is not this node's, or is damaged."""
+def unseal(opaque: str, *, most: int = UNSEALED_BYTES) -> SealedContent | None:
+    """The content of an opaque text; None when it is not this node's, is damaged, or has more than `most`
+    bytes.
+    """
     if not opaque.startswith(_OURS):
         return None
     text = opaque.removeprefix(_OURS)
     try:
         packed = zlib.decompressobj()
-        data = packed.decompress(urlsafe_b64decode(text + "=" * (-len(text) % 4)), _LONGEST)
+        data = b"" if most <= 0 else packed.decompress(urlsafe_b64decode(text + "=" * (-len(text) % 4)), most)
         content = read_json(data) if packed.eof else None
     except (NotBase64, ValueError, zlib.error, Refused):
         return None

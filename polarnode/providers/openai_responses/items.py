@@ -15,7 +15,7 @@ from attrs import define, field
 from polarnode.core.conversation import Json, Message, Tool, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.providers import openai
-from polarnode.providers.openai_responses.history import retold, unseal
+from polarnode.providers.openai_responses.history import UNSEALED_BYTES, SealedContent, retold, unseal
 from polarnode.providers.openai_responses.shapes import (
     ActionCallItem,
     AdditionalToolsItem,
@@ -62,6 +62,7 @@ class Transcript:
     _calls: list[ToolCall] = field(factory=list, init=False)
     _refs: list[str] = field(factory=list, init=False)
     _answering: bool = field(default=False, init=False)
+    _unsealed_room: int = field(default=UNSEALED_BYTES, init=False)
 
     def read(self, item: Object, path: str) -> None:
         """Read one more item."""
@@ -121,7 +122,7 @@ class Transcript:
         server is not opened, only kept as a reference.
         """
         shape = shaped(item, ReasoningItem, path)
-        ours = unseal(shape.encrypted_content or "")
+        ours = self._unsealed(shape.encrypted_content)
         shown = paragraphs(self._parts(shape.content, f"{path}.content")) or paragraphs(
             self._parts(shape.summary, f"{path}.summary")
         )
@@ -133,7 +134,7 @@ class Transcript:
         """This node's own summary of the earlier conversation. Another server's cannot be read: the
         conversation begins after it.
         """
-        ours = unseal(shaped(item, CompactionItem, path).encrypted_content or "")
+        ours = self._unsealed(shaped(item, CompactionItem, path).encrypted_content)
         if ours is None or ours.summary is None:
             self.ignored.append(path)
             self.notes.append(
@@ -141,6 +142,13 @@ class Transcript:
             )
         else:
             self.add(Message(role="user", text=retold(ours.summary)))
+
+    def _unsealed(self, opaque: str | None) -> SealedContent | None:
+        """What this node sealed, as long as all of a request's sealed items have room together."""
+        found = unseal(opaque or "", most=self._unsealed_room)
+        if found is not None:
+            self._unsealed_room -= len(found.thinking) + len(found.summary or "")
+        return found
 
     # ── calls ─────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,89 @@
+"""What fits a context is never refused for its size; what cannot fit is refused before work is done on it."""
+
+import json
+from typing import Any
+
+import pytest
+
+from polarnode.core.conversation import Constraint, Conversation, Message, Tool, ToolCall
+from polarnode.core.errors import ContextTooLong, Refused
+from polarnode.gateway.endpoint import recorded
+from polarnode.gateway.request_limits import (
+    BODY_BYTES,
+    CHARS_PER_TOKEN,
+    CONSTRAINT_CHARS,
+    CONSTRAINT_MEMBERS,
+    IMAGES_BYTES,
+    MARKS,
+    RequestLimits,
+    check_constraint,
+)
+
+LIMITS = RequestLimits(1000)
+LONG = "a" * (CHARS_PER_TOKEN * 1000 + 1)
+EMPTY: dict[str, Any] = {}
+
+
+def said(*messages: Message, tools: tuple[Tool, ...] = ()) -> Conversation:
+    return Conversation(messages=messages, tools=tools)
+
+
+def test_a_body_has_room_for_its_context_and_for_images() -> None:
+    assert LIMITS.body_bytes == 16_000 + IMAGES_BYTES
+    assert RequestLimits(10_000_000).body_bytes == BODY_BYTES
+
+
+@pytest.mark.parametrize(
+    "long",
+    [
+        said(Message(role="user", text=LONG)),
+        said(Message(role="user", text=LONG[:9000]), Message(role="tool", text=LONG[:9000], call_id="1")),
+        said(Message(role="assistant", text="", thinking=LONG)),
+        said(Message(role="assistant", text="", calls=(ToolCall(id="1", name="f", arguments=LONG),))),
+        said(*[Message(role="user", text="a")] * 1001),
+        said(
+            Message(role="user", text="a"),
+            tools=(Tool(name="f", description="", parameters={"properties": {LONG: EMPTY}}),),
+        ),
+    ],
+)
+def test_what_no_prompt_of_the_context_holds_is_too_long(long: Conversation) -> None:
+    with pytest.raises(ContextTooLong) as refused:
+        LIMITS.check_conversation(long, body_bytes=10 * len(LONG))
+    assert refused.value.prompt_tokens > refused.value.limit == 1000
+
+
+def test_a_request_of_the_usual_size_is_not_looked_at() -> None:
+    LIMITS.check_conversation(None, body_bytes=CHARS_PER_TOKEN * 1000)  # type: ignore[arg-type]
+    LIMITS.check_conversation(said(Message(role="user", text=LONG[1:])), body_bytes=10 * len(LONG))
+    LIMITS.check_body(b'{"messages":[]}')
+    LIMITS.check_body(b"a" * 2 * MARKS)  # an image
+
+
+@pytest.mark.parametrize("part", [b'"a",', b"{},", b"1,", b"[", b'"":"",'])
+def test_a_body_of_a_million_parts_is_not_parsed(part: bytes) -> None:
+    with pytest.raises(ContextTooLong):
+        LIMITS.check_body(part * (MARKS + 1))
+
+
+def test_a_longer_context_has_room_for_more_parts() -> None:
+    RequestLimits(MARKS).check_body(b"[" * (MARKS + 1))
+
+
+def test_what_is_not_parsed_is_recorded_as_text() -> None:
+    body = b"[" + b"1," * MARKS + b"1,1]"
+    assert json.loads(recorded("POST", "/v1/chat/completions", [], body))["body"] == body.decode()
+
+
+def test_a_constraint_that_compiles_for_ever_is_refused() -> None:
+    members = {f"p{number}": {"type": "string"} for number in range(CONSTRAINT_MEMBERS + 1)}
+    for kind, text in (
+        ("regex", "a" * (CONSTRAINT_CHARS + 1)),
+        ("json_schema", json.dumps({"properties": members})),
+        ("json_schema", json.dumps({"anyOf": [{"items": {"properties": members}}]})),
+    ):
+        with pytest.raises(Refused, match="answer"):
+            check_constraint(Constraint(kind=kind, text=text))  # type: ignore[arg-type]
+    members.popitem()
+    check_constraint(Constraint(kind="json_schema", text=json.dumps({"properties": members})))
+    check_constraint(Constraint(kind="ebnf", text='root ::= "a"'))
