@@ -141,11 +141,13 @@ class PodmanRuntime:
         user: str | None = None,
         workdir: str | None = None,
         stdin: bytes = b"",
+        keep: int | None = None,
     ) -> Ended:
-        """Run a program to its end; the last OUTPUT_LIMIT bytes of each stream are kept. Cancelling ends its
-        process group.
+        """Run a program to its end; the last `keep` bytes of each stream are kept, OUTPUT_LIMIT by default.
+        Cancelling ends its process group.
         """
-        kept: dict[Channel, Tail] = {"stdout": Tail(OUTPUT_LIMIT), "stderr": Tail(OUTPUT_LIMIT)}
+        limit = OUTPUT_LIMIT if keep is None else keep
+        kept: dict[Channel, Tail] = {"stdout": Tail(limit), "stderr": Tail(limit)}
         order = await self._order(argv, env, user, workdir, stdin)
         exit_code = self._finish(
             await self._execs.run(order, lambda channel, piece: kept[channel].write(piece))

@@ -137,8 +137,11 @@ class Runtime(Protocol):
         user: str | None = None,
         workdir: str | None = None,
         stdin: bytes = b"",
+        keep: int | None = None,
     ) -> Ended:
-        """Run a program to its end. Cancelling ends the whole process group: TERM, then KILL."""
+        """Run a program to its end; the last `keep` bytes of each stream are kept (default: the runtime's
+        bound). Cancelling ends the whole process group: TERM, then KILL.
+        """
         ...
 
     async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
@@ -160,10 +163,13 @@ class Runtime(Protocol):
 
 @frozen(kw_only=True)
 class TimedProgram:
-    """A program to run for at most `within_s` seconds, its start included. Its workdir is the runtime's."""
+    """A program to run for at most `within_s` seconds, its start included. Its workdir is the runtime's. Of
+    each stream the last `keep` bytes are kept.
+    """
 
     argv: tuple[str, ...]
     within_s: float
+    keep: int
     stdin: bytes = b""
     env: Mapping[str, str] = field(factory=dict)
     user: str | None = None

@@ -158,13 +158,13 @@ class Requests:
         if request is None:
             return _not_run("a request is a program and its arguments, in UTF-8")
         within_s = self.separate.program_timeout
-        program = TimedProgram(argv=request.argv, stdin=request.stdin, within_s=within_s)
+        program = TimedProgram(argv=request.argv, stdin=request.stdin, within_s=within_s, keep=DATA_BYTES + 1)
         ended = (await self.finished.clock.run(self.finished.left, program)).ended
         if ended is None:
             return Reply(
                 exit_code=OUT_OF_TIME, stderr=f"as-agent: ended after {within_s:g} seconds\n".encode()
             )
-        if ended.truncated or max(len(ended.stdout), len(ended.stderr)) > DATA_BYTES:
+        if max(len(ended.stdout), len(ended.stderr)) > DATA_BYTES:
             return _not_run(f"the program's output is longer than {DATA_BYTES >> 20} MiB")
         return Reply(exit_code=ended.exit_code, stdout=ended.stdout, stderr=ended.stderr)
 

@@ -294,7 +294,12 @@ class _Run:
         if within_s <= 0:
             return Result(reason=f"all cases together took longer than {self.config.total_timeout:g} s")
         program = TimedProgram(
-            argv=argv, within_s=within_s, stdin=stdin.encode(), env=env or {}, user=self.config.user
+            argv=argv,
+            within_s=within_s,
+            keep=OUTPUT_BYTES + 1,
+            stdin=stdin.encode(),
+            env=env or {},
+            user=self.config.user,
         )
         end = await self.finished.clock.run(self.finished.runtime, program)
         self.left_s -= end.seconds

@@ -131,7 +131,9 @@ class NodeClock:
         """Run a program to its end or until its time is over, then end every process in its runtime."""
         began, ended = trio.current_time(), None
         with trio.move_on_after(program.within_s):
-            ended = await runtime.run(program.argv, env=program.env, user=program.user, stdin=program.stdin)
+            ended = await runtime.run(
+                program.argv, env=program.env, user=program.user, stdin=program.stdin, keep=program.keep
+            )
         await runtime.end_processes()
         return TimedEnd(ended=ended, seconds=trio.current_time() - began)
 

@@ -399,9 +399,10 @@ class _ReachingRuntime:
         user: str | None = None,
         workdir: str | None = None,
         stdin: bytes = b"",
+        keep: int | None = None,
     ) -> Ended:
         return await self.runtime.run(
-            argv, env={**self.added_env, **(env or {})}, user=user, workdir=workdir, stdin=stdin
+            argv, env={**self.added_env, **(env or {})}, user=user, workdir=workdir, stdin=stdin, keep=keep
         )
 
     async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:

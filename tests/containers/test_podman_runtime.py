@@ -132,6 +132,8 @@ async def test_a_large_output_is_bounded_and_its_end_is_kept(runtimes: Runtimes)
         assert ended.stdout.endswith(b"\0the end\n")
         assert len(ended.stdout) == 32 << 20
         assert ended.stderr == b"short\n"
+        ended = await runtime.run(["sh", "-c", "echo 123456"], keep=5)
+        assert (ended.stdout, ended.truncated) == (b"3456\n", True)
 
 
 async def test_much_goes_through_stdin_and_back(runtimes: Runtimes) -> None:

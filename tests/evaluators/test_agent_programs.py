@@ -100,12 +100,6 @@ async def test_the_reply_is_the_programs_own() -> None:
             b"125\n",
             "longer than 8 MiB",
         ),
-        (
-            b"1\0x\0",
-            Ended(exit_code=0, stdout=b"", stderr=b"", truncated=True),
-            b"125\n",
-            "longer than 8 MiB",
-        ),
     ],
 )
 async def test_what_cannot_be_answered_is_explained(

@@ -86,10 +86,12 @@ class MemoryRuntime:
         user: str | None = None,
         workdir: str | None = None,
         stdin: bytes = b"",
+        keep: int | None = None,
     ) -> Ended:
         call = self._call(argv, env, user, workdir, stdin)
         exit_code = await self._run(call)
-        return Ended(exit_code=exit_code, stdout=bytes(call.stdout), stderr=bytes(call.stderr))
+        stdout, stderr = (bytes(each)[-keep if keep else 0 :] for each in (call.stdout, call.stderr))
+        return Ended(exit_code=exit_code, stdout=stdout, stderr=stderr)
 
     async def run_logged(
         self,

@@ -39,6 +39,7 @@ class ShellRuntime:
         user: str | None = None,
         workdir: str | None = None,
         stdin: bytes = b"",
+        keep: int | None = None,
     ) -> Ended:
         self.ran.append(tuple(argv))
         here = {
@@ -57,7 +58,8 @@ class ShellRuntime:
             capture_stderr=True,
             check=False,
         )
-        return Ended(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        stdout, stderr = (each[-keep if keep else 0 :] for each in (done.stdout, done.stderr))
+        return Ended(exit_code=done.returncode, stdout=stdout, stderr=stderr)
 
     async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
         for path, content in files.items():

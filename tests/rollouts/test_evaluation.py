@@ -315,6 +315,7 @@ class Slow(MemoryRuntime):
         self.cleared += 1
 
     async def run(self, argv: Any, **more: Any) -> Ended:
+        assert more["keep"] == 1, "the program's own bound"
         await trio.sleep(float(argv[0]))
         return Ended(exit_code=0, stdout=b"", stderr=b"")
 
@@ -324,7 +325,7 @@ async def test_a_program_ends_by_the_nodes_own_clock(
     autojump_clock: Clock, takes: str, ended: bool, seconds: float
 ) -> None:
     runtime: Any = Slow()
-    found = await NodeClock().run(runtime, TimedProgram(argv=(takes,), within_s=5.0))
+    found = await NodeClock().run(runtime, TimedProgram(argv=(takes,), within_s=5.0, keep=1))
     assert (found.ended is not None, found.seconds) == (ended, pytest.approx(seconds))
     assert runtime.cleared == 1, "what it started is ended too"
     await runtime.close()
