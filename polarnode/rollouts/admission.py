@@ -90,6 +90,12 @@ def _try_launch(harness: Harness, spec: TaskSpec, model: str, context_length: in
             " polarnode.core.ports.Launch",
             path="$.harness",
         )
+    # a setting may have become an argument; the harness would only fail to start, hours later
+    if any("\0" in text for text in (*launch.argv, *launch.env, *launch.env.values(), *launch.files)):
+        raise Refused(
+            "harness.settings put a NUL character into a program's argument, variable or path: remove it",
+            path="$.harness.settings",
+        )
 
 
 # ── backpressure ──────────────────────────────────────────────────────────────

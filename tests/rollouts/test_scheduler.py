@@ -20,6 +20,7 @@ from polarnode.core.task import (
     HarnessSpec,
     PrepareStep,
     RuntimeSpec,
+    TaskSpec,
 )
 from polarnode.merge.token_extras import CallExtras
 from polarnode.rollouts import scheduler as scheduler_module
@@ -350,3 +351,13 @@ def test_a_pool_that_keeps_nothing_warm_is_asked_for_nothing() -> None:
     demand.served("c")
     assert told == []
     assert not demand._coming
+
+
+def test_a_launch_with_a_nul_character_is_refused_at_submission() -> None:
+    """A harness of a user's own may make arguments of its settings; no program takes such a one."""
+    shell = HarnessSpec(name="shell", command=("sh", "-c", "echo a\0b"))
+    with pytest.raises(Refused, match=r"harness\.settings put a NUL character") as refused:
+        admitted(
+            TaskSpec(instruction="Do it.", harness=shell), model="m", context_length=1000, allowed_imports=()
+        )
+    assert refused.value.path == "$.harness.settings"
