@@ -60,6 +60,7 @@ def create_app(
     """
     extensions = tuple(extensions)
     app = QuartTrio("polarnode.control_plane", static_folder=None)
+    app.url_map.merge_slashes = False  # else a path with // is answered by a redirect, in HTML
     app.config.update(
         RESPONSE_TIMEOUT=None,
         BODY_TIMEOUT=None,

@@ -465,6 +465,13 @@ async def test_a_session_is_seen_before_it_is_over(started: Started) -> None:
         )
 
 
+@pytest.mark.parametrize("path", ["/v1//status", "/v1/tasks//", "/v1/sessions//artifacts"])
+async def test_a_path_with_two_slashes_is_not_found(started: Started, path: str) -> None:
+    """It was answered by a redirect, in HTML."""
+    async with started() as (_, client):
+        assert error_of(await client.get(path))[:2] == (404, "not_found")
+
+
 async def test_artifacts_are_streamed_as_they_were_kept(started: Started, tmp_path: Path) -> None:
     async with started() as (plane, client):
         await publish(plane, "a")

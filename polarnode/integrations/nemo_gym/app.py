@@ -135,6 +135,7 @@ def create_gym_app(
     served.
     """
     app = QuartTrio("polarnode.nemo_gym", static_folder=None)
+    app.url_map.merge_slashes = False  # else a path with // is answered by a redirect, in HTML
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
     guard_browsers(app, guard or BrowserGuard(), open_to_all=True)
     agent = _Agent(rollouts=rollouts, template=template)
