@@ -311,7 +311,7 @@ class Chaos:
         with self._clock():
             node = self.place.start()
         try:
-            if self.chance.random() < 0.2:
+            if self.counts["kills"] and self.chance.random() < 0.2:  # the first life makes the journal
                 time.sleep(self.chance.uniform(0.0, 3.0))  # while it starts
                 self.counts["kills in a start"] += 1
             else:
