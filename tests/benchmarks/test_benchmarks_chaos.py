@@ -1,4 +1,4 @@
-"""The chaos run finds what is lost, and two rounds of it lose nothing."""
+"""The chaos run finds what is lost, and a round of it loses nothing."""
 
 import random
 import subprocess
@@ -111,8 +111,8 @@ async def test_every_byte_that_it_changes_is_found(script: Any, tmp_path: Path) 
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_two_rounds_lose_nothing() -> None:
-    command = [sys.executable, str(FOLDER / "chaos.py"), "--rounds", "2", "--seed", "4"]
+def test_a_round_loses_nothing() -> None:
+    command = [sys.executable, str(FOLDER / "chaos.py"), "--rounds", "1", "--seed", "4"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.endswith("all is accounted for\n")
