@@ -11,6 +11,14 @@ from contextlib import contextmanager
 MESSAGE_CHARS = 8000  # four ends of a log; what a client wrote may be in it, at any length
 
 
+def shortened(text: str, limit: int) -> str:
+    """At most `limit` characters of a text, without its middle: a refusal begins with the field and ends with
+    the remedy.
+    """
+    kept = (limit - len(" … ")) // 2
+    return text if len(text) <= limit else f"{text[:kept]} … {text[-kept:]}"
+
+
 class PolarnodeError(Exception):
     """The base of all errors that polarnode raises on purpose. Its text is one sentence for the user who can
     act on it, of at most MESSAGE_CHARS characters.
@@ -19,7 +27,7 @@ class PolarnodeError(Exception):
     boundary = "node"
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(message if len(message) <= MESSAGE_CHARS else f"{message[:MESSAGE_CHARS]}…")
+        super().__init__(shortened(message, MESSAGE_CHARS))
 
 
 class Refused(PolarnodeError):

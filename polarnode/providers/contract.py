@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Delta, Json, ModelRequest, Usage
-from polarnode.core.errors import Busy, ContextTooLong, Refused
+from polarnode.core.errors import Busy, ContextTooLong, Refused, shortened
 
 # ── requests and answers ────────────────────────────────────────────────────────────
 
@@ -84,14 +84,9 @@ class Fault:
                 prompt_tokens=error.prompt_tokens,
                 limit=error.limit,
             )
-        return cls(kind="bad_request", message=_short(str(error)), path=error.path and _short(error.path))
-
-
-def _short(text: str) -> str:
-    """Shorten a text that may repeat what a client sent, which may be megabytes: harnesses show it, and some
-    pass it to the model.
-    """
-    return text if len(text) <= REPEATED else f"{text[: REPEATED // 2]} … {text[-REPEATED // 2 :]}"
+        # harnesses show what a refusal repeats of their request, and some pass it to the model
+        message, path = shortened(str(error), REPEATED), error.path and shortened(error.path, REPEATED)
+        return cls(kind="bad_request", message=message, path=path)
 
 
 @frozen(kw_only=True)

@@ -196,6 +196,19 @@ def test_a_trace_that_its_turns_tell_costs_no_tokens() -> None:
     assert unpack_trajectory(pack_trajectory(found), session) == found
 
 
+@pytest.mark.parametrize("mask", [[1 << 40], [1, 0, 1 << 40], [2, 0, 1]])
+def test_a_mask_takes_no_more_memory_than_its_ids(mask: list[int]) -> None:
+    """A damaged row of a journal without checksums may claim any length."""
+    session = (turn(0, None, [1], [2]),)
+    foreign = attrs.evolve(merged(session, 0), token_ids=ids([7]), loss_mask=b"\1", logprobs=floats([-1.0]))
+    packed = pack_trajectory(trajectory(*session, traces=(foreign,)))
+    values = msgpack.unpackb(packed[1:], raw=False, strict_map_key=False)
+    assert [trace["loss_mask"] for trace in values["traces"]] == [[1, 0, 1]]
+    values["traces"][0]["loss_mask"] = mask
+    with pytest.raises((ValueError, JournalError)):
+        unpack_trajectory(packed[:1] + msgpack.packb(values), session)
+
+
 def carrying() -> tuple[Turn, ...]:
     """Two turns of 1 000 sampled tokens that carry three alternatives of each, and the experts of every
     position.

@@ -59,7 +59,7 @@ def refusal(**changes: Any) -> tuple[str, str | None]:
         ({"stop": ["x"] * 65}, "$.stop", "stop holds 65 strings: send at most 64"),
         ({"stop": "x" * 1001}, "$.stop", "stop holds a string of more than 1000 characters: shorten it"),
         ({"top_k": 2**31}, "$.top_k", "top_k must be at most 2147483647, not 2147483648"),
-        ({"max_tokens": 1e300}, "$.max_tokens", f"max_tokens must be at most 2147483647, not {int(1e300)}"),
+        ({"max_tokens": 1e300}, "$.max_tokens", "max_tokens must be a whole number of at most 64 bits"),
         (
             {"seed": 2**63 - 1},
             "$.seed",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarnode.core.conversation import Tool
-from polarnode.tokens.syntax.values import arguments_json
+from polarnode.tokens.syntax.tag_calls import arguments_json
 
 NESTED = {
     "$defs": {

@@ -295,10 +295,13 @@ def _line(spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> list[Turn] | 
 
 def _trace(found: dict[str, Any], turns: Mapping[int, Turn]) -> Trace:
     spans, offset = tuple(TurnSpan(**span) for span in found["turn_spans"]), found.get("offset", 0)
-    mask = _mask(found["loss_mask"])
-    made: dict[str, Any] = {"turn_spans": spans, "loss_mask": mask}
-    if not isinstance(found["token_ids"], bytes):
+    made: dict[str, Any] = {"turn_spans": spans}
+    if isinstance(found["token_ids"], bytes):
+        count = len(found["token_ids"]) // 4  # int32
+    else:
         made["token_ids"] = sequence(turns, found["token_ids"])[offset:]
+        count = len(made["token_ids"])
+    mask = made["loss_mask"] = _mask(found["loss_mask"], count)
     if found["logprobs"] is None:
         made["logprobs"] = _logprobs_of(mask, spans, turns)
     if found.get("top") is True:
@@ -348,10 +351,13 @@ def _runs(mask: bytes) -> Any:
     return [len(mask), *runs]
 
 
-def _mask(found: Any) -> bytes:
+def _mask(found: Any, count: int) -> bytes:
+    """The mask of `count` tokens. A damaged row may name any length: only that of its ids is allocated."""
     if isinstance(found, bytes):
         return found
-    mask = bytearray(found[0])
+    if found[0] != count or max(found) > count:
+        raise ValueError(f"a mask of {found[0]} positions stands beside {count} token ids")
+    mask = bytearray(count)
     for start, end in zip(found[1::2], found[2::2], strict=True):
         mask[start:end] = b"\1" * (end - start)
     return bytes(mask)
