@@ -200,13 +200,16 @@ def test_a_link_is_followed_and_its_file_keeps_its_mode(tmp_path: Path) -> None:
 
 
 def test_stdout_by_its_name_is_stdout(tmp_path: Path) -> None:
-    """`-o /dev/stdout >> file` appends: the file is not replaced below the shell."""
-    kept = tmp_path / "kept"
+    """`-o /dev/stdout >> file` appends: the file is not replaced below the shell. The link is one of the
+    test's own: a fault must not replace the machine's.
+    """
+    kept, stdout = tmp_path / "kept", tmp_path / "stdout"
+    stdout.symlink_to("/proc/self/fd/1")
     kept.write_bytes(b"before\n")
     program = (
         "from pathlib import Path\n"
         "from polarnode.cli.sources import written_whole\n"
-        "with written_whole(Path('/dev/stdout')) as out:\n"
+        f"with written_whole(Path({str(stdout)!r})) as out:\n"
         "    out.write(b'after\\n')\n"
     )
     with kept.open("ab") as appended:
