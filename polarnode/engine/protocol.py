@@ -11,7 +11,7 @@ message is a class and its place in a table below; the module imports nothing of
 import it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Literal, NamedTuple, Union, cast, get_args, get_origin
 
@@ -347,22 +347,30 @@ _CODES = {kind: code for code, kind in enumerate(_CLASSES)}
 _FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES}
 
 
-def _taken(annotation: object) -> Callable[[object], bool]:
-    """Whether a value of msgpack's fits a field's annotation. Values of other types have a converter."""
-    if get_origin(annotation) is Literal:
-        words = frozenset(get_args(annotation))
-        return lambda value: isinstance(value, str) and value in words
+def _values(annotation: object) -> tuple[tuple[type, ...], frozenset[object] | None]:
+    """The types that a field's values have on the wire, and all its values where its type names them. No
+    types for a field that has a converter.
+    """
     if get_origin(annotation) in (Union, UnionType):
-        members = tuple(map(_taken, get_args(annotation)))
-        return lambda value: any(member(value) for member in members)
-    if annotation in (str, bytes, int, bool, NoneType):
-        kind = cast(type, annotation)
-        return lambda value: isinstance(value, kind)
-    return lambda value: isinstance(value, float | int) if annotation is float else True
+        members = [_values(each) for each in get_args(annotation)]
+        if not all(types for types, _ in members):
+            return (), None
+        named = [words for _, words in members if words is not None]
+        types = tuple(kind for kinds, _ in members for kind in kinds)
+        return types, frozenset().union({None}, *named) if named else None
+    if get_origin(annotation) is Literal:
+        return (str,), frozenset(get_args(annotation))
+    if annotation is float:
+        return (float, int), None
+    return ((cast(type, annotation),) if annotation in (str, bytes, int, bool, NoneType) else ()), None
 
 
-# Of the node's side alone: one host must not end the node, nor what it sends be taken for tokens.
-_CHECKS = {kind: tuple((each.name, _taken(each.type)) for each in fields(kind)) for kind in get_args(ToNode)}
+# Of the node's side alone: one host must not end the node, nor what it sends be taken for tokens. Checked for
+# every token that is sent alone, so without a call of a function for each field.
+_CHECKS = {
+    kind: tuple((each.name, *found) for each in fields(kind) if (found := _values(each.type))[0])
+    for kind in get_args(ToNode)
+}
 _ARRAYS = {kind: tuple(each.name for each in fields(kind) if each.type is bytes) for kind in _CLASSES}
 
 
@@ -446,7 +454,8 @@ def _message(raw: Sequence[object]) -> Message:
         raise FrameError(f"unknown message code {code!r:.40}")
     kind = _CLASSES[code]
     found = kind(**dict(zip(_FIELDS[kind], values, strict=True)))
-    for name, taken in _CHECKS.get(kind, ()):
-        if not taken(value := getattr(found, name)):
+    for name, types, words in _CHECKS.get(kind, ()):
+        value = getattr(found, name)
+        if not isinstance(value, types) or (words is not None and value not in words):
             raise FrameError(f"{kind.__name__}.{name} may not be {value!r:.60}")
     return found

@@ -25,7 +25,6 @@ from tokens_kit import model
 
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
-from polarnode.engine.calls import to_generate
 from polarnode.engine.host import Host
 from polarnode.engine.protocol import (
     _CODES,
@@ -159,7 +158,8 @@ class HostileEngine:
             program=(), state="ready", ready=READY,
         )  # fmt: skip
         self.hosts.append(host)
-        call = host.begin(to_generate(order, context_length=CONTEXT))
+        call = await host.begin(order, context_length=CONTEXT)
+        assert call is not None, "a host that serves nothing else takes it at once"
         ours, theirs = socket.socketpair()
         failed: EngineError | None = None
         async with (
