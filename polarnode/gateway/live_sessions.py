@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from sys import getsizeof
 from typing import Final
 
 import trio
@@ -121,6 +122,8 @@ CLOSING_S: Final = 5.0
 # answers a session may refer to by name: more than the longest session observed (1,000 turns); each is kept
 # as a difference
 REMEMBERED: Final = 2_000
+# and their size: the text of eight conversations of 1M tokens, or two requests with three images of 5 MB
+REMEMBERED_BYTES: Final = 32 << 20
 # samples of a session in progress, waiting ones included: twice the connections of its endpoint, so that
 # calls of one sample are never refused; a waiting one costs some 20 KB beside its prompt
 SAMPLES: Final = 512
@@ -163,17 +166,42 @@ class Counters:
 
 @define(eq=False)
 class SessionMemory:
-    """What a session's dialects keep for later requests: the last REMEMBERED values."""
+    """What a session's dialects keep for later requests: the last REMEMBERED values, of REMEMBERED_BYTES
+    together. The last two are kept whatever their size: an answer, and where the next one looks for it.
+    """
 
     _kept: dict[str, Json] = field(factory=dict, init=False)
+    _sizes: dict[str, int] = field(factory=dict, init=False)
+    _bytes: int = field(default=0, init=False)
 
     def recall(self, name: str) -> Json | None:
         """The value kept under a name; None when it was never kept or has been dropped."""
         return self._kept.get(name)
 
     def keep(self, name: str, value: Json) -> None:
-        """Keep a value. Beyond REMEMBERED the oldest is dropped."""
-        remember(self._kept, name, value, most=REMEMBERED)
+        """Keep a value. Beyond REMEMBERED and REMEMBERED_BYTES the oldest are dropped."""
+        self._drop(name)
+        self._kept[name], self._sizes[name] = value, _size(value)
+        self._bytes += self._sizes[name]
+        while len(self._kept) > REMEMBERED or (self._bytes > REMEMBERED_BYTES and len(self._kept) > 2):
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, name: str) -> None:
+        self._kept.pop(name, None)
+        self._bytes -= self._sizes.pop(name, 0)
+
+
+def _size(value: Json) -> int:
+    """The bytes of memory of a value's texts, which are nearly all of it. Recursion ends: values are built by
+    dialects, three levels deep.
+    """
+    match value:
+        case dict():
+            return sum(map(_size, value.values()))
+        case list():
+            return sum(map(_size, value))
+        case _:
+            return getsizeof(value)
 
 
 @define(eq=False)

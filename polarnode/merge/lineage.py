@@ -271,6 +271,7 @@ class Lineages:
             lineages._fits(turn)
             lineages._paths.note(Path.read(turn.before_key), turn.role)
             lineages._graph.enter(turn)
+            lineages.references.ref(turn.index)  # its client may hold it
             lineages._keep(turn)
         return lineages
 

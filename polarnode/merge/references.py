@@ -39,16 +39,23 @@ class Located:
 
 @frozen
 class References:
-    """The references of one session. `secret` is the node's, never shown."""
+    """The references of one session. `secret` is the node's, never shown.
+
+    Only references that `ref` has made are found again. A request may hold ten thousand ids with eighty
+    places each where one could stand: signing an index for each place held the event loop for seconds.
+    """
 
     session_id: str
     _secret: bytes = field(repr=False)
+    _made: dict[str, int] = field(factory=dict, init=False, repr=False, eq=False)  # one for each turn
 
     def ref(self, index: int) -> str:
         """16 lower hex characters: 6 of the turn's index, 10 that sign it."""
         payload = f"{self.session_id}:{index}".encode()
         signature = hmac.digest(self._secret, payload, "sha256").hex()
-        return f"{index:0{_INDEX_DIGITS}x}{signature[:_SIGNATURE_DIGITS]}"
+        made = f"{index:0{_INDEX_DIGITS}x}{signature[:_SIGNATURE_DIGITS]}"
+        self._made[made] = index
+        return made
 
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:
         """The id of the turn's k-th tool call, [A-Za-z0-9_], 40 characters at most."""
@@ -82,9 +89,8 @@ class References:
         # A prefix may end in hex letters once its separator is stripped ("fc_"), so every place of the run is
         # tried.
         for start in range(len(run) - _REF_DIGITS + 1):
-            ref = run[start : start + _REF_DIGITS]
-            index = int(ref[:_INDEX_DIGITS], 16)
-            if hmac.compare_digest(self.ref(index), ref):
+            index = self._made.get(run[start : start + _REF_DIGITS])
+            if index is not None:
                 return Located(index=index, rest=run[start + _REF_DIGITS :])
         return None
 

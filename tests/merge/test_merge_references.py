@@ -19,6 +19,28 @@ def test_a_ref_is_six_digits_of_index_and_ten_that_sign_it() -> None:
     assert OURS.ref(12)[6:] != OURS.ref(13)[6:]
 
 
+def test_an_id_full_of_places_for_a_reference_signs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = References("session-a", b"secret of the node")
+    own, signed = ours.call_id(0, 0), 0
+
+    def digest(*_: object) -> bytes:
+        nonlocal signed
+        signed += 1
+        return b"\0" * 32
+
+    monkeypatch.setattr("polarnode.merge.references.hmac.digest", digest)
+    assert ours.find_refs(["f" * 96, "0" * 96, "call_" + "000001" * 15, own]) == {0}
+    assert signed == 0
+
+
+def test_a_reference_that_was_never_given_out_is_not_believed() -> None:
+    given_out = References("session-a", b"secret of the node").ref(5)
+    asked = References("session-a", b"secret of the node")
+    assert asked.prove(given_out) is None
+    asked.ref(5)
+    assert asked.prove(given_out) == 5
+
+
 @given(
     index=INDEXES,
     k=st.integers(min_value=0, max_value=5000),

@@ -9,7 +9,7 @@ import pytest
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.gateway.live_sessions import REMEMBERED, SessionMemory
+from polarnode.gateway.live_sessions import REMEMBERED, REMEMBERED_BYTES, SessionMemory
 from polarnode.providers.openai_responses import history
 from polarnode.providers.openai_responses.history import (
     StoredInput,
@@ -154,3 +154,24 @@ REFERENCE = "00000a0123456789"
 def test_an_items_id_carries_the_answers_reference(signature: str, expected: str) -> None:
     assert history.item_id("msg", "ab12", 3, signature) == expected
     assert len(history.item_id("msg", "f" * 32, 99, signature)) <= 64
+
+
+def test_answers_with_images_are_kept_up_to_a_number_of_bytes() -> None:
+    memory, image = SessionMemory(), "A" * (REMEMBERED_BYTES // 4)
+    for number in range(1, 20):
+        kept(memory, number, [said(f"{number}"), said(image)])
+    assert previous(memory, "resp_13")[0] == said("19")
+    with pytest.raises(Refused, match="not known here"):
+        previous(memory, "resp_10")
+
+
+def test_the_latest_answer_is_kept_whatever_its_size() -> None:
+    memory = SessionMemory()
+    for number in (1, 2):
+        kept(memory, number, [said(f"{number}" + "A" * REMEMBERED_BYTES)])
+    assert previous(memory, "resp_2")[-1] == answer(2)
+    with pytest.raises(Refused, match="not known here"):
+        previous(memory, "resp_1")
+    kept(memory, 3, [said("3")])  # what is dropped is no longer counted
+    kept(memory, 4, [said("4")])
+    assert previous(memory, "resp_3") == [said("3"), answer(3)]
