@@ -249,7 +249,8 @@ class Poster:
                 extensions={"sni_hostname": url.host},
             ) as response:
                 if int(response.headers.get("content-length", REPLY_BYTES + 1)) <= REPLY_BYTES:
-                    await response.aread()
+                    async for _ in response.aiter_raw():  # decoded, a small body could expand to a huge one
+                        pass
                 return response.status_code
 
     async def _body(self, event: StoredEvent, task: TaskRecord | None) -> CallbackBody:

@@ -243,7 +243,8 @@ class _Wire:
 
     async def _whole(self, response: httpx2.Response) -> bytes:
         try:
-            return bytes(await response.aread())
+            # as http.client, not decoded: a small body could expand to a huge one
+            return b"".join([piece async for piece in response.aiter_raw()])
         except FAULTS as error:
             raise self.http.unreachable(error) from error
 

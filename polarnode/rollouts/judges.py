@@ -296,12 +296,17 @@ class HttpJudge:
         # leaving without an error closes the generators inside the response properly
         with trio.CancelScope() as enough:
             async with self.client.stream("POST", "chat/completions", content=body) as response:
-                async for part in response.aiter_bytes():
+                async for part in response.aiter_raw():  # decoded, a small part could expand to a huge one
                     received += part
                     if len(received) > ANSWER_BYTES:
                         enough.cancel()
         if enough.cancel_called:
             raise EvaluatorError(f"judge {self.name} answered with more than {ANSWER_BYTES >> 20} MiB")
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise EvaluatorError(
+                f"judge {self.name} sent a compressed answer, which the node requests not to get: turn"
+                " compression off at its endpoint"
+            )
         return JudgeReply(
             status=response.status_code,
             headers={name.lower(): value for name, value in response.headers.items()},

@@ -357,6 +357,16 @@ async def test_what_is_not_taken_comes_again_until_it_is(node: Node, receiver: R
     assert node.callbacks.statistics().trouble == {}
 
 
+async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: Receiver) -> None:
+    """3 kB of gzip in gzip are 2 GiB; that a body is not what it is declared to be shows that nobody tried."""
+    receiver.manner = "encode"
+    node.whole("t", receiver.url)
+    await receiver.until(3)
+    await node.settled()
+    assert receiver.keys == of("t")
+    assert node.callbacks.statistics().failed == 0
+
+
 async def test_who_hangs_is_left_and_asked_again(
     node: Node, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 over a real control plane.
 """
 
+import gzip
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -345,12 +346,20 @@ def test_garbage_is_given_up_in_time_and_said(kind: str, name: str) -> None:
             list(client.trajectories())
 
 
+PACKED = gzip.compress(b"{}", mtime=0)  # no client decompresses: a small answer could expand to a huge one
+
+
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
         (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 5\r\n\r\n<html", "502 Bad Gateway"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n<html", "not from polarnode"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "not an object"),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(PACKED), PACKED),
+            "not from polarnode",
+        ),
         (b'HTTP/1.1 400 Bad\r\nContent-Length: 13\r\n\r\n{"error":"no"}'[:-1], "400 Bad"),
     ],
 )

@@ -12,7 +12,7 @@ import h11
 import trio
 from attrs import define, field
 
-MANNERS = ("take", "refuse", "hang", "redirect", "cut")
+MANNERS = ("take", "encode", "refuse", "hang", "redirect", "cut")
 
 
 @define(eq=False)
@@ -87,12 +87,13 @@ async def _answered(receiver: Receiver, stream: trio.SocketStream) -> None:
         await trio.sleep_forever()
     if manner == "cut":
         return
-    if manner == "take":
+    if manner in ("take", "encode"):
         receiver.heads.append(head)
         receiver.got.append((head["idempotency-key"], json.loads(body)))
         receiver.note()
     status, more = {
         "take": (200, []),
+        "encode": (200, [("content-encoding", "gzip, gzip")]),  # which the body is not
         "refuse": (503, []),
         "redirect": (307, [("location", "http://127.0.0.1:9/")]),
     }[manner]

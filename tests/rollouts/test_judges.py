@@ -2,6 +2,7 @@
 session is told of the rest.
 """
 
+import gzip
 import logging
 import os
 import time
@@ -238,6 +239,7 @@ def test_a_date_to_come_back_at_is_read() -> None:
         (says("half a", finish="length"), "was cut at its token limit: raise the evaluator's max_tokens"),
         (says(None, refusal="I can not judge that"), "would not answer: I can not judge that"),
         (sends(200, b" " * (ANSWER_BYTES + 1_000_000)), "answered with more than 4 MiB"),
+        (sends(200, gzip.compress(b'{"choices": []}'), content_encoding="gzip"), "sent a compressed answer"),
     ],
 )
 async def test_what_does_not_pass_is_said_at_once(answer: Any, words: str) -> None:
