@@ -20,7 +20,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from polarnode.core.codec.json import read_json
-from polarnode.core.codec.limits import check_nesting
+from polarnode.core.codec.limits import BODY_VALUES, check_body_size, check_nesting
 from polarnode.core.conversation import Json
 from polarnode.http.connections import WRITES, ConnectionWrites, admit
 from polarnode.providers.contract import Reply
@@ -347,15 +347,18 @@ async def body_bytes() -> bytes:
 
 async def body_json() -> Json:
     """The request's body as JSON. Raises Refused; an empty body is not JSON."""
-    return _shallow(read_json(await body_bytes()))
+    return await _parsed(await body_bytes())
 
 
 async def body_json_or(nothing: Json) -> Json:
     """The request's body as JSON; `nothing` when it is empty."""
     body = await body_bytes()
-    return _shallow(read_json(body)) if body.strip() else nothing
+    return await _parsed(body) if body.strip() else nothing
 
 
-def _shallow(value: Json) -> Json:
+async def _parsed(body: bytes) -> Json:
+    if len(body) > BODY_VALUES:  # a smaller one has fewer values
+        await trio.to_thread.run_sync(check_body_size, body)
+    value = read_json(body)
     check_nesting(value)
     return value

@@ -91,6 +91,17 @@ async def test_what_is_not_there_is_a_sentence(started: Started) -> None:
         assert error_of(await client.get("/v1/sessions/none"))[0] == 404
 
 
+async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(started: Started) -> None:
+    async with started() as (_, client):
+        body = b'{"instruction":[' + b"[]," * 1_000_000 + b"no JSON"
+        status, kind, sentence = error_of(await client.call("POST", "/v1/tasks", body=body))[:3]
+        assert (status, kind) == (400, "invalid_request")
+        assert "the body has more than 1,000,000 values" in sentence
+        files = json.dumps({"files": ["," * 2_000_000]}).encode()  # as many commas, in a text
+        sentence = error_of(await client.call("POST", "/v1/tasks", body=files))[2]
+        assert "files is not a known field" in sentence
+
+
 async def test_too_large_a_body_is_refused(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_BYTES", 1000)
     async with started() as (_, client):

@@ -15,6 +15,7 @@ from polarnode.core.codec.limits import (
     nested_deeper,
     url_fault,
     value_fault,
+    values_exceed,
 )
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, read_task_toml, task_json
 from polarnode.core.conversation import Json
@@ -46,6 +47,33 @@ def with_value(field: str, value: Json) -> dict[str, Json]:
 
 
 FIELDS = ("metadata", "harness.settings", "builder.config", "evaluator.config", "evaluator.parts")
+
+
+# ── count ─────────────────────────────────────────────────────────────────────
+
+TEXTS = st.text(st.sampled_from('",[{}]:\\a é'))
+BODIES: st.SearchStrategy[Json] = st.recursive(
+    TEXTS | st.booleans() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)
+)
+
+
+def marks(value: Json) -> int:
+    """Lists, objects, and commas between values."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    return 1 + max(0, len(inner) - 1) + sum(map(marks, inner))
+
+
+@given(value=BODIES, off=st.integers(-2, 2))
+def test_values_are_counted_before_they_are_parsed_and_texts_are_not(value: Json, off: int) -> None:
+    found = marks(value)
+    assert values_exceed(orjson.dumps(value), found + off) == (off < 0)
+
+
+@pytest.mark.parametrize("body", [b'"' * 99, b"\\" * 99, b'"\\', b'["' + b'\\"' * 50 + b",,"])
+def test_what_is_no_json_is_counted_too(body: bytes) -> None:
+    assert not values_exceed(body, 1)
 
 
 # ── depth ─────────────────────────────────────────────────────────────────────
