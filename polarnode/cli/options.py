@@ -306,4 +306,6 @@ def as_exit(error: BaseException) -> click.ClickException | Exit | None:
     if interrupted(error):
         return Exit(EXIT_INTERRUPTED)
     sentences = dict.fromkeys(sentence(leaf) for leaf in leaves(error) if isinstance(leaf, PolarnodeError))
-    return click.ClickException("\n".join(sentences))
+    from polarnode.cli.output import harmless  # slow to import, and only errors need it
+
+    return click.ClickException(harmless("\n".join(sentences)))

@@ -8,9 +8,10 @@ ids are shortened and names fold.
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -25,10 +26,18 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # all but tab and line feed
 CONTROLS_8_BIT = re.compile(r"[\x80-\x9f]")
 
 
+class _SafeConsole(Console):
+    """A console that escapes whatever it prints, except what rich itself sends to control the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(harmless(segment.text), segment.style)
+
+
 def open_console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr: coloured and as wide as the terminal, or plain and wide without one."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(
+    return _SafeConsole(
         stderr=stderr,
         highlight=False,
         markup=False,
@@ -100,7 +109,7 @@ def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) ->
     length = _distinct([each.session_id for each in trajectories]) if narrow else None
     for trajectory in trajectories:
         table.add_row(
-            trajectory.session_id[:length],
+            harmless(trajectory.session_id)[:length],
             harmless(trajectory.harness),
             outcome_text(trajectory.outcome.status),
             reward_text(trajectory.reward),

@@ -51,7 +51,7 @@ def check(state_dir: Path, *, as_json: bool) -> int:
     for fault in found.faults:
         click.echo(harmless(f"· {fault}"))
     verdict = "no faults" if found.ok else f"{len(found.faults)} faults"
-    click.echo(f"{found.path} (version {found.version}): {verdict}")
+    click.echo(f"{harmless(str(found.path))} (version {found.version}): {verdict}")
     return 0 if found.ok else 1
 
 

@@ -68,7 +68,7 @@ def submit(sources: SourceSelection, node: RemoteNode, config: NodeConfig) -> No
     for note in note_lines(tasks):
         click.echo(f"· {harmless(note)}", err=True)
     if node.local:
-        build_images(tasks, config, report=lambda text: click.echo(f"· {text}", err=True))
+        build_images(tasks, config, report=lambda text: click.echo(f"· {harmless(text)}", err=True))
     else:
         _list_images(tasks)
     submitted = [_submitted(task, node) for task in tasks]
@@ -81,14 +81,14 @@ def submit(sources: SourceSelection, node: RemoteNode, config: NodeConfig) -> No
         if len(submitted) == 1
         else f" ({existing} tasks were submitted before)"
     )
-    which = f" --task {submitted[0].task_id}" if len(submitted) == 1 else ""
+    which = f" --task {harmless(submitted[0].task_id)}" if len(submitted) == 1 else ""
     count = "" if len(submitted) == 1 else f"{len(submitted)} tasks, "
     click.echo(f"{count}{sessions} sessions{was}; follow them with: polarnode watch{which}", err=True)
 
 
 def _submitted(task: SourcedTask, node: RemoteNode) -> Submitted:
     submitted = node.client().submit(task.spec)
-    click.echo(submitted.task_id)
+    click.echo(harmless(submitted.task_id))
     return submitted
 
 

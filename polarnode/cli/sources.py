@@ -176,7 +176,7 @@ def convert(
         )
         return 1
     if build:
-        build_images(tasks, own, report=lambda text: click.echo(f"· {text}", err=True))
+        build_images(tasks, own, report=lambda text: click.echo(f"· {harmless(text)}", err=True))
     _show(tasks) if out is None else _write(tasks, out)
     return int(bool(refused))
 

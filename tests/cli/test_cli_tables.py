@@ -7,6 +7,7 @@ from attrs import evolve
 from journal_samples import make_trajectory
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from polarnode.cli import output
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -152,6 +153,18 @@ def test_the_live_table_shows_those_that_run_first_and_counts_the_rest() -> None
 def test_control_characters_are_shown_and_not_obeyed() -> None:
     assert output.harmless("a\tb\nc") == "a\tb\nc"
     assert output.harmless("\x1b]0;title\x07\r\x7f\x9b31m") == "␛]0;title␇␍␡\ufffd31m"
+
+
+def test_a_console_escapes_what_nobody_else_did(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids come from files and nodes that others wrote."""
+    trajectory = make_trajectory("s\x1b]0;owned\x07")
+    console = output.open_console()
+    console.print(output.result_table([trajectory]))
+    console.print("plain \x9b31m", Text("text \x1b[2J", style="red"))
+    shown = capsys.readouterr().out
+    assert "s␛]0;owned␇" in shown
+    assert "plain \ufffd31m text ␛[2J" in shown
+    assert all(character == "\n" or character.isprintable() for character in shown)
 
 
 def test_a_console_reads_no_markup_and_folds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
