@@ -200,14 +200,14 @@ async def open_captures(
     """The captures of a node. Those that are open when this is left are so by force: the node's next start
     finds them.
     """
-    sessions_by_key = LiveSessions()
-    endpoint = CaptureEndpoint(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
     try:
         listener = listening_socket(Address(host=LOOPBACK, port=config.capture_port))
     except ConfigError as error:
         raise ConfigError(
             f"capture_port {config.capture_port} is not available: choose another, or 0 for any that is free"
         ) from error
+    sessions_by_key = LiveSessions()
+    endpoint = CaptureEndpoint(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
     async with open_server(endpoint, listener) as address, trio.open_nursery() as nursery:
         yield Captures(
             nursery=nursery,

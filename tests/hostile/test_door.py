@@ -126,7 +126,7 @@ def test_a_body_too_large_is_refused_whole(arena: Arena) -> None:
     tell(said=said, answer=answer, last=turn())
     """,
     )
-    assert found["answer"] in (413, ""), found
+    assert found["answer"] in (400, ""), found  # the context is exceeded, as harnesses know it
 
 
 def test_slow_and_silent_clients_take_nothing_from_a_sibling(arena: Arena) -> None:
