@@ -13,6 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Final
 
 from attrs import frozen
@@ -21,7 +22,7 @@ from polarnode.core import plugins
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused, boundary
 from polarnode.core.task import BuilderSpec
-from polarnode.core.trajectory import Built, Trace, Turn, TurnSpan, VersionSpan
+from polarnode.core.trajectory import Built, LeftOut, Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge import ledger
 from polarnode.merge.invariants import check_turns
 from polarnode.merge.selection import Settings, TrainableSelection, read_settings, select
@@ -230,12 +231,18 @@ __all__ = [
 
 Builder = Callable[[Sequence[Turn], Mapping[str, Json]], Built]
 
+# Tokens of one session's traces: 128 rows of 128k. Each row repeats its context, so 400 short questions about
+# one long prompt are gigabytes; a trajectory of this size is an event of 160 MB.
+SESSION_TOKENS: Final = 16 << 20
+OVERSIZE: Final = "oversize"  # why a turn is left out whose row would exceed them
+
 
 def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[str, ...] = ()) -> Built:
     """The rows of a session from the named builder. Raises Refused for an unknown name, a wrong config or a
     failing import.
 
-    Raises InvariantViolated if the turns themselves are incomplete, before any row is made.
+    Raises InvariantViolated if the turns themselves are incomplete, before any row is made. Turns whose rows
+    would exceed SESSION_TOKENS together are left out.
     """
     check_turns(turns)
     if spec.import_path is not None:
@@ -249,12 +256,17 @@ def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[st
     return builder(turns, spec.config)
 
 
-def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
+def prefix_merging(
+    turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = SESSION_TOKENS
+) -> Built:
     """One row for each leaf of the tree of turns. A turn in several rows is trained in the first of them and
     is context in the others. The first is chosen rather than the longest because a row then does not change
     with later turns; the number of rows and tokens is the same.
+
+    Rows beyond `most_tokens` together are not made; their turns are left out where no other row has them.
     """
     selection = select(turns, config)
+    limit, room = selection.settings.max_row_tokens, inf if most_tokens is None else most_tokens
     taken: set[int] = set()
     traces: list[Trace] = []
     for leaf in selection.leaves:
@@ -262,26 +274,51 @@ def prefix_merging(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
         lost = {
             turn.index for turn in line if turn.index in selection.trained_indexes and turn.index not in taken
         }
-        taken |= lost
-        traces += rows(line, lost, limit=selection.settings.max_row_tokens)
-    return Built(traces=tuple(traces), left_out=selection.left_out)
+        tokens = _tokens(line, lost, limit)
+        if tokens <= room:
+            room -= tokens
+            taken |= lost
+            traces += rows(line, lost, limit=limit)
+    return _built(traces, selection, taken)
 
 
-def per_request(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
+def per_request(
+    turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = SESSION_TOKENS
+) -> Built:
     """One row for each trained turn: its whole prompt as context, its sample with loss. A prompt that is too
-    long keeps its end.
+    long keeps its end. Turns whose rows would exceed `most_tokens` together are left out.
     """
     selection = select(turns, config)
-    limit = selection.settings.max_row_tokens
+    limit, room = selection.settings.max_row_tokens, inf if most_tokens is None else most_tokens
+    taken: set[int] = set()
     traces: list[Trace] = []
     for turn in selection.trained:
         needed = None if limit is None else max(limit, len(turn.sampled)) + 1
         line = line_to(selection.by_index, turn.index, tokens=needed)
-        traces += rows(line, {turn.index}, limit=limit, prompt_length=turn.prompt_length)
-    return Built(traces=tuple(traces), left_out=selection.left_out)
+        tokens = _tokens(line, {turn.index}, limit)
+        if tokens <= room:
+            room -= tokens
+            taken.add(turn.index)
+            traces += rows(line, {turn.index}, limit=limit, prompt_length=turn.prompt_length)
+    return _built(traces, selection, taken)
 
 
-_BUILDERS: Final[Mapping[str, Builder]] = {"prefix_merging": prefix_merging, "per_request": per_request}
+def _tokens(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> int:
+    """How many tokens the rows of a line have."""
+    return sum(cut.end - cut.start for cut in slices(line, trained, limit))
+
+
+def _built(traces: Sequence[Trace], selection: TrainableSelection, taken: Collection[int]) -> Built:
+    """The rows, with every trained turn that is in none of them left out as OVERSIZE."""
+    over = [LeftOut(turn=index, reason=OVERSIZE) for index in selection.trained_indexes if index not in taken]
+    left_out = sorted((*selection.left_out, *over), key=lambda each: each.turn)
+    return Built(traces=tuple(traces), left_out=tuple(left_out))
+
+
+_BUILDERS: Final[Mapping[str, Builder]] = {
+    "prefix_merging": prefix_merging,
+    "per_request": per_request,
+}
 
 
 def _foreign(

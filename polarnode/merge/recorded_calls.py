@@ -112,7 +112,7 @@ class Sessions:
 
     def _rows_of(self, session_id: str | int, forest: Forest) -> Iterator[bytes]:
         turns, names = list(forest.turns(str(session_id))), forest.turn_ids
-        built = prefix_merging(turns, _NO_CONFIG)
+        built = prefix_merging(turns, _NO_CONFIG, most_tokens=None)
         counted = check(turns, built)
         self.counts.trainable += counted.trainable
         self.counts.rows += counted.traces

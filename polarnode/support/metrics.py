@@ -109,7 +109,7 @@ WAITS: Final = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0)
 # may give any reason.
 LEFT_OUT: Final = frozenset(
     (
-        *("failed", "empty", "superseded", "partial", "length", *get_args(TurnRole)),
+        *("failed", "empty", "superseded", "partial", "length", "oversize", *get_args(TurnRole)),
         *(
             "node",
             "client",

@@ -1,6 +1,6 @@
 """Builders: which turns are trained, in which rows, token for token."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from polarnode.core.conversation import Json, Message
 from polarnode.core.errors import InvariantViolated, Refused
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Built, LeftOut, Trace, Turn, TurnSpan
-from polarnode.merge.builders import build, per_request, prefix_merging, prompt_ids
+from polarnode.merge.builders import OVERSIZE, SESSION_TOKENS, build, per_request, prefix_merging, prompt_ids
 from polarnode.merge.invariants import check, is_whole
 from polarnode.merge.selection import NAMES, Settings, read_settings, select
 
@@ -55,6 +55,50 @@ def raises(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
 
 
 NUMBER = 3
+
+
+# ── the size of a session ─────────────────────────────────────────────────────
+
+
+def siblings() -> Session:
+    """Four answers to one prompt: four rows that repeat it."""
+    session = Session()
+    for number in range(4):
+        session.say(ask(system(), user()), f"answer {number}")
+    return session
+
+
+@pytest.mark.parametrize("builder", [prefix_merging, per_request])
+def test_rows_beyond_the_size_of_a_session_are_not_made(builder: Callable[..., Built]) -> None:
+    turns = siblings().turns
+    lengths = [len(trace.token_ids) for trace in builder(turns, {}).traces]
+    assert len(lengths) == 4
+    built = builder(turns, {}, most_tokens=sum(lengths[:2]))
+    assert rows(built) == [[0], [1]]
+    assert left(built) == {2: OVERSIZE, 3: OVERSIZE}
+    assert check(turns, built).trainable == sum(len(turn.sampled) for turn in turns[:2])
+
+
+def test_a_turn_of_a_row_that_is_not_made_is_trained_in_another() -> None:
+    session, messages = grown(4)
+    session.say(ask(*messages[:4], user("something else")), "short")
+    long, short = [len(trace.token_ids) for trace in prefix_merging(session.turns, {}).traces]
+    assert short < long
+    built = prefix_merging(session.turns, {}, most_tokens=short)
+    assert [trained(trace) for trace in built.traces] == [[0, 4]]
+    assert left(built) == {1: OVERSIZE, 2: OVERSIZE, 3: OVERSIZE}
+    check(session.turns, built)
+
+
+def test_a_session_is_built_within_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = siblings().turns
+    [first, *_] = prefix_merging(turns, {}).traces
+    for builder in (prefix_merging, per_request):
+        assert builder.__kwdefaults__ == {"most_tokens": SESSION_TOKENS}
+        monkeypatch.setitem(builder.__kwdefaults__, "most_tokens", len(first.token_ids))
+        built = build(BuilderSpec(name=builder.__name__), turns)
+        assert rows(built) == [[0]]
+        assert set(left(built)) == {1, 2, 3}
 
 
 # ── prefix merging ────────────────────────────────────────────────────────────
