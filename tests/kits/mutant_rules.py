@@ -98,8 +98,8 @@ REFS = rules(
     "merge.references",
     (
         "a forged reference is believed",
-        "if hmac.compare_digest(self.ref(index), ref):",
-        "if self.ref(index):",
+        "index = self._made.get(run[start : start + _REF_DIGITS])",
+        "index = int(run[start : start + _INDEX_DIGITS], 16)",
         (REFERENCES,),
     ),
     (
