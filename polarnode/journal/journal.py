@@ -8,6 +8,7 @@ the writer's last commit, so they need no disk access. One process owns a journa
 """
 
 import fcntl
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -489,8 +490,11 @@ async def open_journal(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the journal's own lock file: two writers would give the same numbers."""
+    """Hold the journal's own lock file: two writers would give the same numbers. It stands beside the file
+    itself, however many links lead there.
+    """
     try:
+        path = Path(os.path.realpath(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_name(path.name + ".lock"), "w", opener=private_opener)  # noqa: SIM115
     except OSError as error:
@@ -500,6 +504,11 @@ def _locked(path: Path) -> Iterator[None]:
         ) from error
     with lock:
         _lock(lock, path)
+        if path.is_file() and path.stat().st_nlink > 1:  # under each name SQLite keeps another WAL
+            raise JournalError(
+                f"the journal {path} has a second name (a hard link), under which others may write: copy"
+                " it to a file of its own"
+            )
         yield
 
 

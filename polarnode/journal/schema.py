@@ -166,6 +166,12 @@ def prepare(path: Path, damages: Damages | None = None) -> sqlite3.Connection:
 
 def _create_or_check(db: sqlite3.Connection, path: Path) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
+    (objects,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if version < 0 or (version == 0 and objects):  # tables and version come in one transaction
+        raise JournalError(
+            f"{path} is a database of another program and no journal: move it away, or give the node a"
+            " folder of its own"
+        )
     if version == 0:
         for statement in TABLES.split(";\n"):
             db.execute(statement)

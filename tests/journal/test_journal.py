@@ -4,7 +4,7 @@ import os
 import sqlite3
 from base64 import b64decode
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -446,6 +446,32 @@ async def test_its_files_are_private_whatever_the_umask(opened: Open, tmp_path: 
         os.umask(before)
     assert set(modes.values()) == {0o600}, modes
     assert "journal.sqlite-wal" in modes
+
+
+@pytest.mark.parametrize("version", [0, -1])
+async def test_a_database_of_another_program_is_left_alone(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE theirs (name TEXT)")
+        db.execute(f"PRAGMA user_version = {version}")
+    with pytest.raises(JournalError, match="database of another program"):
+        async with open_journal(path, now=lambda: 0.0):
+            pass
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("theirs",)]
+
+
+@pytest.mark.parametrize(("link", "words"), [(os.symlink, "in use by another"), (os.link, "a second name")])
+async def test_a_journal_has_one_writer_whatever_names_it_has(
+    tmp_path: Path, link: Callable[[Path, Path], None], words: str
+) -> None:
+    path, other = tmp_path / "journal.sqlite", tmp_path / "other" / "journal.sqlite"
+    other.parent.mkdir()
+    async with open_journal(path, now=lambda: 0.0):
+        link(path, other)
+        with pytest.raises(JournalError, match=words):
+            async with open_journal(other, now=lambda: 0.0):
+                pass
 
 
 async def test_a_file_that_is_no_journal_is_named(opened: Open, tmp_path: Path) -> None:
