@@ -110,9 +110,9 @@ class Tools:
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab", opener=private_opener) as sink:  # noqa: ASYNC230 - a local file
-            sink.write(f"\n$ {' '.join(argv)}\n".encode())
-            sink.flush()
-            started = sink.tell()
+            sink.write(f"\n$ {' '.join(argv)}\n".encode())  # noqa: ASYNC232 - a line of a local file
+            sink.flush()  # noqa: ASYNC232
+            started = sink.tell()  # noqa: ASYNC232
             with boundary(RuntimeFault, what):
                 async with open_process_group(argv, env=self.store.environment(), stdout=sink) as process:
                     exit_code = await process.wait()

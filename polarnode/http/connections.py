@@ -348,7 +348,7 @@ class Connection(TCPServer):
         except OSError:
             pass  # the client has left
         finally:
-            await self._close()
+            await self._close()  # noqa: ASYNC102 - closes at once, also when cancelled
 
     async def _read_data(self) -> None:
         """As in Hypercorn, but with larger reads and limits of time."""

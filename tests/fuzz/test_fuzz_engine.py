@@ -163,8 +163,8 @@ class HostileEngine:
         ours, theirs = socket.socketpair()
         failed: EngineError | None = None
         async with (
-            trio.open_nursery() as nursery,
             trio.SocketStream(trio.socket.from_stdlib_socket(ours)) as stream,
+            trio.open_nursery() as nursery,
         ):
             nursery.start_soon(self._send, theirs, order.request_id)
             nursery.start_soon(self._host, host, stream)
