@@ -14,7 +14,14 @@ import pytest
 from attrs import evolve
 
 from polarnode.engine.embedded import building, control, lifeline
-from polarnode.engine.embedded.control import AFTER, IMPOSSIBLE, piece, request, routed
+from polarnode.engine.embedded.control import (
+    AFTER,
+    IMPOSSIBLE,
+    NOTHING_TO_SAMPLE,
+    piece,
+    request,
+    routed,
+)
 from polarnode.engine.protocol import Experts, Failed, Generate, Piece, Routed
 
 RID = "0" * 32
@@ -82,6 +89,13 @@ def test_an_end_that_is_none_of_ours_is_a_failure(
     assert isinstance(found, Failed)
     assert sentence in found.message
     assert found.retryable is retryable
+
+
+def test_a_constraint_that_allows_no_token_fails_its_call_with_the_reason() -> None:
+    """SGLang samples a token all the same, with the logprob NaN, and aborts in its next chunk."""
+    found = piece(RID, [5], meta([float("nan")]), constrained=True)
+    assert found == Failed(rid=RID, message=NOTHING_TO_SAMPLE, retryable=False)
+    assert isinstance(piece(RID, [5], meta([-0.5]), constrained=True), Piece)
 
 
 def test_tokens_without_their_logprobs_are_a_failure() -> None:

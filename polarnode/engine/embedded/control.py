@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from base64 import b64decode
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, assert_never, get_args
 
 import numpy
@@ -46,6 +47,8 @@ OURS = "polarnode:"  # before an action of ours among those of SGLang's check_we
 SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a frame may hold
 # nats, in place of float32's least: what OpenAI shows for a token that cannot be sampled
 IMPOSSIBLE = -9999.0
+CONSTRAINTS = frozenset(("json_schema", "regex", "ebnf", "structural_tag"))  # among sampling parameters
+NOTHING_TO_SAMPLE = "the constraint leaves nothing to sample: no text can match it from here on"
 
 
 def request(order: Generate) -> dict[str, Any]:
@@ -70,9 +73,13 @@ def request(order: Generate) -> dict[str, Any]:
     }
 
 
-def piece(rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: int = 0) -> Piece | Failed:
+def piece(
+    rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: int = 0, constrained: bool = False
+) -> Piece | Failed:
     """One chunk of SGLang's as a message. An unknown finish reason (NaN logits, an aborted wait with a
     status) is a failure.
+
+    Where a constraint allows no token, SGLang samples one with the logprob NaN and aborts in its next chunk.
     """
     finish = meta.get("finish_reason")
     if finish is not None and (problem := _problem(finish)):
@@ -84,6 +91,8 @@ def piece(rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: in
             message=f"the engine gave {len(ids)} tokens with {len(logprobs)} logprobs",
             retryable=True,
         )
+    if constrained and not isfinite(sum(logprobs)):
+        return Failed(rid=rid, message=NOTHING_TO_SAMPLE, retryable=False)
     others = (
         [entry for token in meta.get("output_top_logprobs") or () for entry in token or ()]
         if top_logprobs
@@ -164,7 +173,7 @@ def _unrouted(order: Generate, message: str) -> Failed:
 
 def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
     if finish["type"] == "abort" and str(finish.get("message")).startswith("Grammar accept_token failed"):
-        return "the constraint leaves nothing to sample: no text can match it from here on", False
+        return NOTHING_TO_SAMPLE, False
     if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
         return str(finish.get("message")), int(status) >= 500
     if finish["type"] == "stop" and not isinstance(finish.get("matched"), int):

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from attrs import define, field
 
-from polarnode.engine.embedded.control import Control, Order, piece, request, routed
+from polarnode.engine.embedded.control import CONSTRAINTS, Control, Order, piece, request, routed
 from polarnode.engine.protocol import (
     Abort,
     Experts,
@@ -145,11 +145,11 @@ class Serving:
             )
         # cached keys and values of other weights must not be found: the version is their salt
         chunks = await self._engine.async_generate(**request(order), cache_salt=self._control.version)
-        length = len(order.prompt) // 4
+        length, constrained = len(order.prompt) // 4, not CONSTRAINTS.isdisjoint(order.sampling)
         async for chunk in chunks:
             sampled, meta = chunk["output_ids"], chunk["meta_info"]
             length += len(sampled)
-            last = piece(order.rid, sampled, meta, top_logprobs=order.top_logprobs)
+            last = piece(order.rid, sampled, meta, top_logprobs=order.top_logprobs, constrained=constrained)
             for message in self._with_experts(order, last, length, meta):
                 self.send(message)
 
