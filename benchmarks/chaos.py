@@ -15,7 +15,6 @@ under one key; every place of a group must have one session; and `polarnode chec
 that is still there. Exit code 1 otherwise.
 """
 
-import errno
 import http.client
 import json
 import os
@@ -42,7 +41,18 @@ from attrs import define, field, frozen
 for room in ("recovery", "live", "kits"):
     sys.path.append(str(Path(__file__).parents[1] / "tests" / room))
 
-from recovery_kit import AT_ONCE, EVERY, TOKEN, Place, ServingNode, place_at, short_temporary, texts_of, until  # noqa: E402
+from recovery_kit import (  # noqa: E402
+    AT_ONCE,
+    EVERY,
+    TOKEN,
+    Place,
+    ServingNode,
+    fill,
+    place_at,
+    short_temporary,
+    texts_of,
+    until,
+)
 
 from polarnode.client import ClientError, PolarnodeClient, Unreachable  # noqa: E402
 from polarnode.core.trajectory import Trajectory  # noqa: E402
@@ -282,18 +292,6 @@ def small_disk(at: Path) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", "--lazy", str(at)], check=False)
-
-
-def fill(folder: Path) -> Path:
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        while True:
-            try:
-                file.write(bytes(1 << 20))
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    return ballast
-                raise
 
 
 @define(eq=False)

@@ -31,6 +31,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.ports import Tokenizer
 from polarnode.core.status import Submitted
 from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.groups.training_rows import turn_rewards
 from polarnode.merge.figures import summed, word_of
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.sources.values import SourcedTask
@@ -226,16 +227,6 @@ def lineage_notes(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
         for note in row.get("notes", ())
         if word_of(note) is not None
     ]
-
-
-def turn_rewards(trajectory: Trajectory) -> dict[int, float]:
-    """The turns that have a reward of their own in a trace, with that reward."""
-    return {
-        span.turn: span.reward
-        for trace in trajectory.traces
-        for span in trace.turn_spans
-        if span.reward is not None
-    }
 
 
 def totals(counted: Sequence[SessionFigures], *, narrow: bool = False) -> Table:

@@ -210,7 +210,7 @@ def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, di
     """By session and turn: the sum of the normalised rewards of this turn and those after it. Only
     sessions with such rewards are included.
     """
-    every = {session.session_id: _turn_rewards(session) for session in sessions}
+    every = {session.session_id: turn_rewards(session) for session in sessions}
     found: dict[str, dict[int, float]] = {}
     for session in sessions:
         if rewards := every[session.session_id]:
@@ -223,8 +223,8 @@ def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, di
     return found
 
 
-def _turn_rewards(session: Trajectory) -> dict[int, float]:
-    """Each turn once, however many rows it is in."""
+def turn_rewards(session: Trajectory) -> dict[int, float]:
+    """The turns that have a reward of their own in a trace, each once, however many rows it is in."""
     return {
         span.turn: span.reward
         for trace in session.traces

@@ -15,6 +15,7 @@ import attrs
 import orjson
 
 from polarnode.core.codec.json import dump_json, read_json, structure
+from polarnode.core.codec.limits import SEED
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 
@@ -24,7 +25,6 @@ Check = Callable[[Any, Any, Any], None]
 
 NESTED = 230  # levels of JSON; real schemas have about ten
 LARGEST = 2**31 - 1  # counts and ranks have 32 bits in the engine; a larger one crashes it, for all sessions
-SEEDS = 2**63 - 1025  # 64 bits in the engine
 STOPS = 64  # each is searched for in every chunk of an answer; OpenAI allows four, Google sixteen
 # characters; so much of an answer is held back from its stream while it may become a stop string
 STOP_CHARS = 1000
@@ -125,8 +125,8 @@ def at_least(low: int) -> Check:
 
 def seed_fits(_: object, field: Any, value: int | None) -> None:
     """A validator: the seed is an integer of 64 bits, with room for one more seed per choice, or absent."""
-    if value is not None and not -SEEDS <= value <= SEEDS:
-        raise Refused(f"{field.alias} must be from {-SEEDS} to {SEEDS}, not {value}", path=f"$.{field.alias}")
+    if value is not None and not -SEED <= value <= SEED:
+        raise Refused(f"{field.alias} must be from {-SEED} to {SEED}, not {value}", path=f"$.{field.alias}")
 
 
 def above_zero(high: float) -> Check:

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
-from journal_samples import make_identity, make_spec, make_trajectory
+from journal_samples import make_trajectory, write_sessions
 
 from polarnode.core.conversation import Answer, TextPart
 from polarnode.core.trajectory import Damaged, Trajectory
@@ -90,13 +90,7 @@ def test_missing_events_are_a_fault(script: Any) -> None:
 async def test_every_byte_that_it_changes_is_found(script: Any, tmp_path: Path) -> None:
     """Forty single bytes in random rows, each in a journal of its own."""
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
-        for name in ("a", "b"):
-            journal.task_submitted(make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
-            journal.session_started(make_identity(name, task_id=name, group_id=name))
-            whole = make_trajectory(name, task_id=name, group_id=name, turns=2)
-            for turn in whole.turns:
-                journal.turn(turn)
-            journal.publish(whole)
+        write_sessions(journal)
         await journal.flushed()
     fine = (tmp_path / "journal.sqlite").read_bytes()
     for seed in range(40):

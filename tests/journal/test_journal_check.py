@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from journal_samples import make_identity, make_spec, make_trajectory, make_turn
+from journal_samples import make_identity, make_turn, write_sessions
 
 from polarnode.cli.main import main
 from polarnode.core.errors import JournalError
@@ -19,13 +19,7 @@ DATA = Path(__file__).parents[1] / "data" / "journals"
 
 
 async def fill(journal: Journal) -> None:
-    for name in ("a", "b"):
-        journal.task_submitted(make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
-        journal.session_started(make_identity(name, task_id=name, group_id=name))
-        whole = make_trajectory(name, task_id=name, group_id=name, turns=2)
-        for turn in whole.turns:
-            journal.turn(turn)
-        journal.publish(whole)
+    write_sessions(journal)
     journal.session_started(make_identity("open"))
     journal.turn(make_turn("open"))
     journal.weights_served("v1", {"version": "v1"})

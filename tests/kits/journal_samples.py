@@ -8,6 +8,7 @@ from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, TextPart
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trace, Trajectory, Turn, TurnSpan, VersionSpan
+from polarnode.journal.journal import Journal
 from polarnode.merge.trajectory import Identity
 
 
@@ -91,3 +92,14 @@ def _trace(turn: Turn) -> Trace:
         turn_spans=(TurnSpan(turn=turn.index, start=prompt, end=prompt + sampled),),
         version_spans=(VersionSpan(version="v1", start=prompt, end=prompt + sampled),),
     )
+
+
+def write_sessions(journal: Journal) -> None:
+    """Two tasks, `a` and `b`, of one session each, which is over and has two turns."""
+    for name in ("a", "b"):
+        journal.task_submitted(make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
+        journal.session_started(make_identity(name, task_id=name, group_id=name))
+        whole = make_trajectory(name, task_id=name, group_id=name, turns=2)
+        for turn in whole.turns:
+            journal.turn(turn)
+        journal.publish(whole)

@@ -6,6 +6,7 @@ Whoever looks at the machine looks only for what is the test's own: its node's n
 mark. Nothing here says how long something may take.
 """
 
+import errno
 import json
 import os
 import sqlite3
@@ -123,6 +124,21 @@ class Place:
             "runtime": {"files": [{"path": "ledger.py", "text": HARNESS.read_text()}]},
             "budgets": {"retries": retries} | (budgets or {}),
         }
+
+
+def fill(folder: Path) -> Path:
+    """Take all the room there is: by writing, for the node writes too, and a room that was measured first is
+    no longer there.
+    """
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(1 << 20))
+            except OSError as error:
+                if error.errno == errno.ENOSPC:
+                    return ballast
+                raise
 
 
 def place_at(folder: Path, temporary: Path, *, settings: str = SETTINGS) -> Place:

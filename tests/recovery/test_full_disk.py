@@ -5,14 +5,23 @@ The disk is a tmpfs of the test's own, as large as what the node wants free and 
 that fills it is memory, and gone at once.
 """
 
-import errno
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from recovery_kit import SETTINGS, Traces, account, place_at, read_ledger, short_temporary, texts_of, until
+from recovery_kit import (
+    SETTINGS,
+    Traces,
+    account,
+    fill,
+    place_at,
+    read_ledger,
+    short_temporary,
+    texts_of,
+    until,
+)
 
 from polarnode.client import ClientError
 from polarnode.journal.values import TASK_DISK_FREE_BYTES
@@ -37,21 +46,6 @@ def small_disk(at: Path) -> Iterator[Path]:
         yield at
     finally:
         subprocess.run(["umount", "--lazy", str(at)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Take all the room there is: by writing, for the node writes too, and a room that was measured first is
-    no longer there.
-    """
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        while True:
-            try:
-                file.write(bytes(1 << 20))
-            except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    return ballast
-                raise
 
 
 def test_a_full_disk_refuses_new_tasks_and_loses_no_running_one(podman_works: None, tmp_path: Path) -> None:
