@@ -1,0 +1,218 @@
+"""What the trainers' plug-ins share: settings, the task of a dataset's row, and waiting for its group."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from client_kit import Node, open_client, open_node
+from journal_samples import make_spec
+
+from polarnode.client import ClientError
+from polarnode.core.errors import Refused
+from polarnode.integrations.rollout_tasks import (
+    NodeRollouts,
+    PluginSettings,
+    SessionLost,
+    plugin_settings,
+    rollout_groups,
+    task_of,
+)
+
+HARNESS = {"harness": {"name": "pi"}}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with open_node(tmp_path / "journal.sqlite") as opened:
+        yield opened
+
+
+def settings_of(node: Node) -> PluginSettings:
+    return PluginSettings(url=node.url, token="secret", patience_s=10.0)
+
+
+# ── settings ──────────────────────────────────────────────────────────────────
+
+
+def test_a_trainers_configuration_overrides_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "task.toml").write_text('harness = { name = "pi" }\n')
+    settings = plugin_settings(
+        {"url": "http://10.0.0.7:8080", "run": None, "task": str(tmp_path / "task.toml")},
+        {"POLARNODE_URL": "http://127.0.0.1:1", "POLARNODE_TOKEN": "t", "POLARNODE_RUN": "grpo-3"},
+    )
+    assert settings == PluginSettings(
+        url="http://10.0.0.7:8080", token="t", run="grpo-3", template={"harness": {"name": "pi"}}
+    )
+    assert "'t'" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "word"),
+    [
+        ({"adress": "x"}, "$.adress", "it takes url"),
+        ({"task": "/no/such.toml"}, "$.task", "no task file"),
+        ({"patience_s": "soon"}, "$.patience_s", "number of seconds"),
+    ],
+)
+def test_a_wrong_setting_is_named(given: dict[str, Any], path: str, word: str) -> None:
+    with pytest.raises(Refused, match=word) as refused:
+        plugin_settings(given, {})
+    assert refused.value.path == path
+
+
+# ── a row's task ──────────────────────────────────────────────────────────────
+
+
+def test_a_rows_own_task_is_merged_over_the_template() -> None:
+    settings = PluginSettings(template=HARNESS | {"budgets": {"run_s": 60, "max_turns": 5}}, run="r")
+    own = {"instruction": "do it", "budgets": {"run_s": 90}}
+    spec = task_of(settings, {"extra_info": {"polarnode": json.dumps(own)}, "prompt": "unused"}, samples=3)
+    assert (spec.instruction, spec.num_samples, spec.harness.name) == ("do it", 3, "pi")
+    assert (spec.budgets.run_s, spec.budgets.max_turns) == (90, 5)
+    assert spec.task_id is not None
+    assert spec.task_id.startswith("r-")
+
+
+def test_a_table_gives_nulls_and_numpys_arrays() -> None:
+    """As pandas reads a Parquet file: absent fields of an object are None, lists are arrays."""
+    own = {
+        "instruction": "do it",
+        "group_id": None,
+        "runtime": {"artifacts": np.array(["out.txt"], dtype=object), "image": None},
+        "budgets": {"max_turns": np.int64(7)},
+    }
+    spec = task_of(PluginSettings(template=HARNESS), {"polarnode": own}, group_id="uid-1")
+    assert (spec.runtime.artifacts, spec.budgets.max_turns, spec.group_id) == (("out.txt",), 7, "uid-1")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "fix it"},
+        {"raw_prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "fix it"}]},
+        {"prompt": np.array([{"role": "user", "content": "fix it"}], dtype=object)},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "fix it"}]}]},
+        {"prompt": "", "question": "fix it"},
+    ],
+)
+def test_a_prompt_is_the_instruction(row: dict[str, Any]) -> None:
+    assert task_of(PluginSettings(template=HARNESS), row).instruction == "fix it"
+
+
+def test_the_trainers_sampling_comes_last() -> None:
+    settings = PluginSettings(template=HARNESS | {"sampling": {"temperature": 0.2, "top_p": 0.9}})
+    spec = task_of(settings, {"prompt": "x"}, sampling={"temperature": 1.0, "top_k": None})
+    assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k) == (1.0, 0.9, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "path"),
+    [
+        ({"prompt": "x"}, {}, "$.harness"),
+        ({"id": 3}, HARNESS, "$.instruction"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, HARNESS, "$.instruction"),
+        ({"polarnode": "[1]"}, HARNESS, "$.polarnode"),
+        ({"polarnode": {"budgets": {"run_s": -1}}, "prompt": "x"}, HARNESS, "$.budgets.run_s"),
+    ],
+)
+def test_a_row_that_is_no_task_is_refused(row: dict[str, Any], template: Any, path: str) -> None:
+    with pytest.raises(Refused) as refused:
+        task_of(PluginSettings(template=template), row)
+    assert refused.value.path == path
+
+
+# ── rollouts ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_group_comes_with_all_its_trajectories(node: Node, backend: str) -> None:
+    async def main() -> None:
+        async with NodeRollouts(settings_of(node)) as rollouts, anyio.create_task_group() as tasks:
+
+            async def publish() -> None:
+                await accepted(rollouts, "t")
+                await anyio.to_thread.run_sync(node.publish, "t-0", "t-1")
+
+            tasks.start_soon(publish)
+            group = await rollouts.group(make_spec(task_id="t", num_samples=2))
+            assert [each.session_id for each in group.trajectories] == ["t-0", "t-1"]
+
+    anyio.run(main, backend=backend)
+
+
+def test_a_lost_session_is_no_reward(node: Node) -> None:
+    async def main() -> None:
+        async with NodeRollouts(settings_of(node)) as rollouts, anyio.create_task_group() as tasks:
+
+            async def publish() -> None:
+                await accepted(rollouts, "t")
+                await anyio.to_thread.run_sync(lambda: node.publish("t-0", status="interrupted"))
+
+            tasks.start_soon(publish)
+            with pytest.raises(SessionLost, match="t-0 was lost: interrupted"):
+                await rollouts.session(make_spec(task_id="t", num_samples=1))
+
+    anyio.run(main)
+
+
+def test_a_cancelled_caller_cancels_its_task(node: Node) -> None:
+    async def main() -> None:
+        async with NodeRollouts(settings_of(node)) as rollouts:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rollouts.group, make_spec(task_id="t", num_samples=1))
+                await accepted(rollouts, "t")
+                assert "t" in node.plane.service.live
+                tasks.cancel_scope.cancel()
+            assert "t" not in node.plane.service.live
+
+    anyio.run(main)
+
+
+def test_blocking_rollouts_are_in_order_and_work_inside_a_loop(node: Node) -> None:
+    specs = [make_spec(task_id=name, num_samples=1) for name in ("b", "a")]
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks, NodeRollouts(settings_of(node)) as other:
+
+            async def publish() -> None:
+                for name in ("a", "b"):
+                    await accepted(other, name)
+                    await anyio.to_thread.run_sync(lambda name=name: node.publish(f"{name}-0", task_id=name))
+
+            tasks.start_soon(publish)
+            groups = await anyio.to_thread.run_sync(rollout_groups, settings_of(node), specs)
+            assert [group.task_id for group in groups] == ["b", "a"]
+
+    anyio.run(main)
+
+    async def inside() -> None:
+        assert [group.task_id for group in rollout_groups(settings_of(node), specs)] == ["b", "a"]
+
+    anyio.run(inside)
+
+
+def test_one_refused_task_ends_the_others(node: Node) -> None:
+    first, second = make_spec(task_id="t", num_samples=1), make_spec(task_id="u", num_samples=1)
+    with open_client("sync", node.url, token="secret") as client:
+        client.submit(make_spec(task_id="u", num_samples=2))
+    with pytest.raises(ClientError) as refused:
+        rollout_groups(settings_of(node), [first, second])
+    assert refused.value.status == 409
+    assert "t" not in node.plane.service.live
+
+
+async def accepted(rollouts: NodeRollouts, task_id: str) -> None:
+    """Wait until the node has the task."""
+    with anyio.fail_after(30):
+        while True:
+            try:
+                await rollouts.client.task_status(task_id)
+                return
+            except ClientError as error:
+                if error.status != 404:
+                    raise
+            await anyio.sleep(0.005)
