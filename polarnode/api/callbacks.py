@@ -59,11 +59,13 @@ class CallbackFormat:
     """A value of `callback_format`: the kinds of events it sends, and their bodies.
 
     `body` yields the bytes of one body, piece by piece. It is called a second time for a body larger than
-    HELD_BYTES, and must yield the same bytes.
+    HELD_BYTES, and must yield the same bytes. `refusal` reads the reply of a receiver that answered 2xx: why
+    it did not take the body nevertheless, or None. A reply over REPLY_BYTES is given as b"".
     """
 
     kinds: tuple[EventKind, ...]
     body: Callable[[Journal, StoredEvent, TaskRecord], AsyncGenerator[bytes, None]]
+    refusal: Callable[[bytes], str | None] = lambda reply: None
 
 
 @frozen(kw_only=True)
@@ -107,6 +109,8 @@ class CallbackFailed(PolarnodeError):
 # One sentence for every kind of silence: whoever may submit a task must not learn from the status which ports
 # of the node's networks are open.
 NO_ANSWER = "it gave no HTTP answer, or none in time: node.log has the reason"
+# nor what a receiver answers
+NOT_TAKEN = "it answered that it did not take the event: its own log has the reason, and node.log its answer"
 
 
 def callback_networks(texts: Iterable[str]) -> tuple[Network, ...]:
@@ -181,8 +185,8 @@ def _port(scheme: str, port: int | None) -> int:
 # for one POST and its response: a group of long sessions is some hundred megabytes, which a loopback
 # transfers in seconds
 ATTEMPT_S = 60.0
-# bytes of a response body that are read, so that its connection can be reused; of a longer one only the
-# status is used
+# bytes of a response body that are read, so that its connection can be reused and its format can see whether
+# the event was taken; of a longer one only the status is used
 REPLY_BYTES = 64 << 10
 
 
@@ -204,7 +208,16 @@ class Poster:
             return False
         with trio.move_on_after(ATTEMPT_S):
             with boundary(CallbackFailed, "it could not be sent"):
-                status = await self._post(pending, page.events[0])
+                status, refusal = await self._post(pending, page.events[0])
+            if refusal is not None:
+                logger.warning(
+                    "the callback %s of task %s: the receiver did not take %s: %s",
+                    shown(pending.url),
+                    pending.task_id,
+                    page.events[0].key,
+                    refusal,
+                )
+                raise CallbackFailed(NOT_TAKEN)
             if 200 <= status < 300:
                 return True
             raise CallbackFailed(
@@ -213,15 +226,17 @@ class Poster:
         logger.info("the callback %s took more than %g s", shown(pending.url), ATTEMPT_S)
         raise CallbackFailed(NO_ANSWER)
 
-    async def _post(self, pending: PendingCallback, event: StoredEvent) -> int:
+    async def _post(self, pending: PendingCallback, event: StoredEvent) -> tuple[int, str | None]:
         """POST a body to the first of the receiver's addresses that can be connected to, and return the
-        response's status.
+        response's status, and why its receiver did not take it although the status is 2xx.
         """
         url = httpx2.URL(pending.url)
-        body = await self._body(event, await self.journal.task(pending.task_id))
+        chosen, body = await self._body(event, await self.journal.task(pending.task_id))
         for address in await self.receivers.addresses(url):
             try:
-                return await self._post_to(address, url, body, event)
+                status, reply = await self._post_to(address, url, body, event)
+                refusal = None if chosen is None or status >= 300 else chosen.refusal(reply)
+                return status, refusal
             except httpx2.ConnectError as error:
                 logger.info("the callback %s at %s: %s", shown(pending.url), address, error)
             except (httpx2.HTTPError, OSError) as error:
@@ -229,8 +244,12 @@ class Poster:
                 break  # its body may have been read
         raise CallbackFailed(NO_ANSWER)
 
-    async def _post_to(self, address: str, url: httpx2.URL, body: CallbackBody, event: StoredEvent) -> int:
-        """POST a body to the very address that was checked; the name in `url` stays in Host and in TLS."""
+    async def _post_to(
+        self, address: str, url: httpx2.URL, body: CallbackBody, event: StoredEvent
+    ) -> tuple[int, bytes]:
+        """POST a body to the very address that was checked; the name in `url` stays in Host and in TLS. The
+        status and the body of the reply.
+        """
         headers = {
             "Host": url.netloc.decode("ascii"),
             "Content-Type": "application/json",
@@ -248,24 +267,27 @@ class Poster:
                 headers=headers,
                 extensions={"sni_hostname": url.host},
             ) as response:
+                reply = b""
                 if int(response.headers.get("content-length", REPLY_BYTES + 1)) <= REPLY_BYTES:
-                    async for _ in response.aiter_raw():  # decoded, a small body could expand to a huge one
-                        pass
-                return response.status_code
+                    async for piece in response.aiter_raw():  # decoded, a small body could become a huge one
+                        reply += piece
+                return response.status_code, reply
 
-    async def _body(self, event: StoredEvent, task: TaskRecord | None) -> CallbackBody:
-        """The event in the task's format. It is the plain event if the task is pruned or its format does not
-        send this kind.
+    async def _body(
+        self, event: StoredEvent, task: TaskRecord | None
+    ) -> tuple[CallbackFormat | None, CallbackBody]:
+        """The task's format, and the event in it. It is the plain event, and None, if the task is pruned or
+        its format does not send this kind.
         """
         chosen = None if task is None else self.formats.get(task.spec.callback_format)
         if chosen is not None and task is not None and event.kind in chosen.kinds:
             make, record = chosen.body, task
-            return await measured(lambda: make(self.journal, event, record))
+            return chosen, await measured(lambda: make(self.journal, event, record))
 
         async def pieces() -> AsyncGenerator[bytes, None]:
             yield event.json
 
-        return await measured(pieces)
+        return None, await measured(pieces)
 
 
 def shown(url: str) -> str:

@@ -5,8 +5,10 @@ word of Polar's never gets a meaning that its bridges do not know; what Polar ca
 metadata. A session that ran out of time has its rows and its reward here like any other; Polar's own would
 have none.
 
-Some bridges read a row's `loss_mask`, others take a token for trainable when its logprob entry has a `token`:
-the two agree, token by token. The ids that a task came with are kept in its metadata under `polarnode`.
+The shapes are those of NVIDIA-NeMo/ProRL-Agent-Server, `src/polar/trajectory/models.py` and
+`src/polar/rollout/models.py` at 467f2ab, bac80ae and 063c948: one float of `response_logprobs` for each
+response token, 0.0 where `loss_mask` is 0. The ids that a task came with are kept in its metadata under
+`polarnode`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +19,7 @@ from attrs import frozen
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Answer, Conversation, FinishReason, Json, Message
 from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Outcome, Status, Timing, Trace, Trajectory, Turn, weight_versions
+from polarnode.core.trajectory import Clock, Outcome, Status, Timing, Trace, Trajectory, Turn, weight_versions
 from polarnode.merge.transcript import transcript
 from polarnode.tokens.rendering import tools_shape
 
@@ -223,7 +225,7 @@ def error_text(outcome: Outcome) -> str | None:
 # ── traces ────────────────────────────────────────────────────────────
 
 
-def trace_json(trace: Trace, turns: dict[int, Turn]) -> dict[str, Json]:
+def trace_json(trace: Trace, turns: dict[int, Turn], outcome: Outcome) -> dict[str, Json]:
     """One row: what comes before its first sample is the prompt, the rest the response."""
     at, messages = trace.prompt_length, messages_of(trace, turns)
     return {
@@ -234,21 +236,14 @@ def trace_json(trace: Trace, turns: dict[int, Turn]) -> dict[str, Json]:
         "response_messages": messages_json(messages.response),
         "tools": messages.tools,
         "finish_reason": finish_word(trace.finish_reason),
-        "response_logprobs": _logprobs(trace),
+        "response_logprobs": list[Json](trace.logprobs[at:]),
         "reward": trace.reward,
-        "metadata": _metadata(trace, turns, recorded=messages.recorded),
+        "reward_components": {},  # an evaluator here gives a reward, not a sum of named parts
+        "metadata": {
+            **_metadata(trace, turns, recorded=messages.recorded),
+            **_training_filter(trace, outcome),
+        },
     }
-
-
-def _logprobs(trace: Trace) -> list[Json]:
-    at = trace.prompt_length
-    response = zip(trace.token_ids[at:], trace.logprobs[at:], trace.loss_mask[at:], strict=True)
-    return [
-        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
-        if trained
-        else {"token_id": token, "logprob": 0.0}
-        for token, logprob, trained in response
-    ]
 
 
 def _metadata(trace: Trace, turns: dict[int, Turn], *, recorded: bool) -> dict[str, Json]:
@@ -298,6 +293,51 @@ def completion_id(turn: Turn) -> str:
 SCHEDULING = ("group_id", "policy_version", "rollout_step")
 # the reason in forks of Polar where the budget of calls ended a session, which bridges then train
 MAX_STEPS = "max_steps"
+
+# The budgets of a run: its seconds, its calls, its tokens. The session has other clocks for its container and
+# for its evaluation, which are not the agent's.
+AGENT_CLOCKS: Final[frozenset[Clock]] = frozenset(("run", "turns", "tokens"))
+AGENT_TIMEOUT: Final = "agent_timeout"
+
+
+def agent_timed_out(outcome: Outcome) -> bool:
+    """Whether the agent's own budget ended its run, so that its rows are those of the policy."""
+    return outcome.status == "timeout" and outcome.clock in AGENT_CLOCKS
+
+
+def _agent_result(outcome: Outcome) -> dict[str, Json]:
+    """How the agent ended, as Polar's gateway writes it. Its bridge (src/slime_bridge/adapter.py at 5926834,
+    `_is_trainable_agent_timeout`) trains a TIMEOUT with these three words and the rows' `training_filter`,
+    with a reward of 0; it masks any other.
+    """
+    if agent_timed_out(outcome):
+        ended: dict[str, Json] = {
+            "status": "timeout",
+            "timeout_source": "agent",
+            "timeout_stage": "exec",
+        }
+    elif outcome.status == "timeout":
+        ended = {"status": "timeout", "timeout_source": "session"}
+    else:  # of a session that the evaluator failed, the agent may have ended well
+        well = outcome.status == "completed" or outcome.exit_code == 0
+        ended = {"status": "completed" if well else "failed"}
+    reason = error_text(outcome)
+    return {**ended, "return_code": outcome.exit_code, **({} if reason is None else {"error": reason})}
+
+
+def _training_filter(trace: Trace, outcome: Outcome) -> dict[str, Json]:
+    """What Polar's gateway writes to the rows of an agent that ran out of its own budget."""
+    if not agent_timed_out(outcome) or not trace.loss_mask.count(1):
+        return {}
+    return {
+        "training_filter": {
+            "masked": False,
+            "trainable": True,
+            "reason": AGENT_TIMEOUT,
+            "detail": error_text(outcome),
+            "original_reward": trace.reward,
+        }
+    }
 
 
 def session_result(trajectory: Trajectory, spec: TaskSpec | None) -> dict[str, Json]:
@@ -353,7 +393,7 @@ def _trajectory_json(
     trajectory: Trajectory, spec: TaskSpec | None, whose: dict[str, Json], metadata: dict[str, Json]
 ) -> dict[str, Json]:
     turns = {turn.index: turn for turn in trajectory.turns}
-    traces: list[Json] = [trace_json(trace, turns) for trace in trajectory.traces]
+    traces: list[Json] = [trace_json(trace, turns, trajectory.outcome) for trace in trajectory.traces]
     return {
         "status": STATUSES[trajectory.outcome.status],
         "metadata": {
@@ -366,6 +406,7 @@ def _trajectory_json(
             "task_metadata": metadata,
             "trace_count": len(traces),
             "reconstruction_stats": _stats(trajectory),
+            "agent_result": _agent_result(trajectory.outcome),
             **{name: metadata[name] for name in SCHEDULING if name in metadata},
             "evaluation": _evaluation(trajectory, spec),
         },

@@ -357,6 +357,29 @@ async def test_what_is_not_taken_comes_again_until_it_is(node: Node, receiver: R
     assert node.callbacks.statistics().trouble == {}
 
 
+async def test_a_bridge_that_could_not_read_a_result_has_not_taken_it(
+    node: Node, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    receiver.manner = "not ok"
+    node.whole("t", receiver.url, form="polar_task")
+    await receiver.until_asked(3)
+    assert await node.journal.pending_callback_count() == 1
+    assert "did not take the event" in node.callbacks.statistics().trouble[receiver.url]
+    assert "invalid payload" not in node.callbacks.statistics().trouble[receiver.url]
+    assert "did not take task:t: it answered {'ok': false}, 'invalid payload'" in caplog.text
+    receiver.manner = "take"
+    await receiver.until(1)
+    await node.settled()
+    assert node.callbacks.statistics().trouble == {}
+
+
+async def test_an_event_is_taken_by_the_status_alone(node: Node, receiver: Receiver) -> None:
+    receiver.manner = "not ok"
+    node.whole("t", receiver.url)
+    await node.settled()
+    assert node.callbacks.statistics().failed == 0
+
+
 async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: Receiver) -> None:
     """3 kB of gzip in gzip are 2 GiB; that a body is not what it is declared to be shows that nobody tried."""
     receiver.manner = "encode"

@@ -97,6 +97,7 @@ class BusyTaker(TaskTaker):
     held: Held = field(factory=Held)
     listed: list[LiveSessionStatus] = field(factory=list)
     ended: list[str] = field(factory=list)
+    version: str = "v3"
 
     def sessions(self) -> tuple[LiveSessionStatus, ...]:
         return tuple(self.listed)
@@ -107,7 +108,7 @@ class BusyTaker(TaskTaker):
 
     def figures(self) -> Figures:
         engine = EngineStatistics(
-            hosts=(), vocab_size=1, context_length=1, weight_version="v3", paused=self.held.mode
+            hosts=(), vocab_size=1, context_length=1, weight_version=self.version, paused=self.held.mode
         )
         stages = {
             name: SemaphoreStatistics(limit=4, inside=1, waiting=2)
@@ -294,9 +295,7 @@ async def test_each_field_of_a_result_says_what_polars_does(parts: Parts) -> Non
         (1, 1, 1),
         None,
     )
-    assert [(entry.token_id, entry.logprob, entry.token) for entry in trace.response_logprobs or ()] == [
-        (token, -0.5, f"token_id:{token}") for token in (1000, 1001, 1002)
-    ]
+    assert trace.response_logprobs == (-0.5, -0.5, -0.5)
     assert [message["content"] for message in trace.prompt_messages] == ["Be brief.", "Hello?"]
     assert [(message["role"], message["content"]) for message in trace.response_messages] == [
         ("assistant", "hello")
@@ -625,7 +624,8 @@ async def test_completions_hold_each_calls_conversation_and_ids(parts: Parts) ->
     said = await parts.client.ask("GET", "/sessions/calc-7-0/completions")
     assert [each["completion_id"] for each in said["completions"]] == ["msg_calc-7-0_0", "msg_calc-7-0_1"]
     first, second = said["completions"]
-    assert set(first) == {"completion_id", "timestamp", "request", "original_request", "response", "metadata"}
+    record = polar.read(first, polar.CompletionRecord)
+    assert record.original_request == {}
     assert [each["content"] for each in second["request"]["messages"]] == [
         "Be brief.",
         "Hello?",
@@ -676,6 +676,33 @@ async def test_generation_is_held_and_let_go(parts: Parts) -> None:
     ):
         found = polar.read(await parts.client.ask(method, f"/admin/inference/{path}"), polar.InferenceStatus)
         assert (found.paused, found.drained, found.policy_version) == (paused, True, "v3")
+
+
+async def test_generation_of_all_gateways_is_held_and_let_go(parts: Parts) -> None:
+    paused = polar.read(
+        await parts.client.ask("POST", "/rollout/admin/inference/pause", timeout_seconds=300.0),
+        polar.AllPaused,
+    )
+    assert (paused.all_paused, paused.all_drained, paused.inflight) == (True, True, 0)
+    assert [(each.node_id, each.response["paused"]) for each in paused.nodes] == [("n0", True)]
+    resumed = polar.read(await parts.client.ask("POST", "/rollout/admin/inference/resume"), polar.AllResumed)
+    assert resumed.all_resumed
+    assert [each.response["paused"] for each in resumed.nodes] == [False]
+
+
+async def test_a_policy_version_that_is_not_sampled_from_is_not_acknowledged(parts: Parts) -> None:
+    for served, acknowledged in (("v3", False), ("7", False), ("12", True)):
+        parts.plane.service.version = served
+        found = polar.read(
+            await parts.client.ask("POST", "/rollout/admin/policy_version", version=12), polar.AllUpdated
+        )
+        assert (found.all_updated, found.policy_version) == (acknowledged, 12)
+        (node,) = found.nodes
+        assert (node.response["policy_version"] == 12) is acknowledged
+        assert await parts.client.ask("POST", "/admin/policy_version", version=12) == node.response
+    with pytest.raises(Refused) as refused:
+        await parts.client.ask("POST", "/rollout/admin/policy_version", version="latest")
+    assert (refused.value.status, refused.value.detail[0]["loc"]) == (422, ["query", "version"])
 
 
 async def test_tasks_are_listed_by_status_harness_and_time(parts: Parts) -> None:

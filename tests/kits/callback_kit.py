@@ -12,7 +12,7 @@ import h11
 import trio
 from attrs import define, field
 
-MANNERS = ("take", "encode", "refuse", "hang", "redirect", "cut")
+MANNERS = ("take", "encode", "refuse", "not ok", "hang", "redirect", "cut")
 
 
 @define(eq=False)
@@ -95,9 +95,10 @@ async def _answered(receiver: Receiver, stream: trio.SocketStream) -> None:
         "take": (200, []),
         "encode": (200, [("content-encoding", "gzip, gzip")]),  # which the body is not
         "refuse": (503, []),
+        "not ok": (200, []),  # as the listener of Polar's bridge answers a body that its classes refuse
         "redirect": (307, [("location", "http://127.0.0.1:9/")]),
     }[manner]
-    answer = b'{"ok": true}'
+    answer = b'{"ok": false, "reason": "invalid payload"}' if manner == "not ok" else b'{"ok": true}'
     headers = [("content-length", str(len(answer))), ("connection", "close"), *more]
     said = wire.send(h11.Response(status_code=status, headers=headers)) or b""
     await stream.send_all(

@@ -1,11 +1,19 @@
-"""A bridge's side of Polar, written to the models that Polar documents: strict in every field, so that one
-that is missing or new is a failure.
+"""A bridge's side of Polar, written to Polar's own models: strict in every field, so that one that is missing
+or new is a failure.
+
+The models are those of the repository NVIDIA-NeMo/ProRL-Agent-Server:
+`src/polar/trajectory/models.py` at 467f2ab and bac80ae (Trace, Trajectory, CompletionRecord),
+`src/polar/rollout/models.py` at 063c948 (SessionResult, TaskResult, TaskStatus, SessionTiming, GatewayNodeInfo),
+`src/slime_bridge/adapter.py` at 5926834 (`trainable_agent_timeout` below), and the fan-out of a rollout server
+from the fork BryanChen408/ProRL-Agent-Server (`src/polar/rollout/server.py`). `Trace` and `CompletionRecord`
+check what their pydantic validators check.
 
 The rule for whoever edits it: this is the reader, not the writer; it knows nothing of polarnode but what
 docs/polar.md says beside Polar's own.
 """
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any, Literal
 
 import httpx2
@@ -30,16 +38,9 @@ TERMINAL = ("COMPLETED", "ERROR", "TIMEOUT")
 
 
 @frozen(kw_only=True)
-class Logprob:
-    """`token` is there where the token is trainable."""
-
-    token_id: int
-    logprob: float
-    token: str | None = None
-
-
-@frozen(kw_only=True)
 class Trace:
+    """`response_logprobs` are plain floats, one for each response token."""
+
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     loss_mask: tuple[int, ...]
@@ -47,9 +48,28 @@ class Trace:
     response_messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] | None
     finish_reason: str | None
-    response_logprobs: tuple[Logprob, ...] | None
+    response_logprobs: tuple[float, ...] | None
     reward: float | None
+    reward_components: Mapping[str, float]
     metadata: Mapping[str, Any]
+
+    def __attrs_post_init__(self) -> None:
+        assert set(self.loss_mask) <= {0, 1}
+        assert len(self.loss_mask) in (0, len(self.response_ids))
+        assert self.response_logprobs is None or len(self.response_logprobs) == len(self.response_ids)
+        assert all(isfinite(value) for value in self.response_logprobs or ())
+        assert self.reward is None or isfinite(self.reward)
+
+
+@frozen(kw_only=True)
+class AgentResult:
+    """What the gateway's `_attach_agent_result_metadata` writes (src/polar/gateway/node.py)."""
+
+    status: Literal["completed", "failed", "timeout"]
+    return_code: int | None
+    error: str | None = None
+    timeout_source: Literal["agent", "session"] | None = None
+    timeout_stage: Literal["setup", "exec", "postprocess"] | None = None
 
 
 @frozen(kw_only=True)
@@ -73,6 +93,7 @@ class TrajectoryMetadata:
     task_metadata: Mapping[str, Any]
     trace_count: int
     reconstruction_stats: ReconstructionStats
+    agent_result: AgentResult
     evaluation: Mapping[str, Any] | None
     group_id: str | int | None = None
     policy_version: int | None = None
@@ -107,6 +128,32 @@ class SessionResult:
     node_id: str | None
     error: str | None
     metadata: Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class CompletionRecord:
+    """The two requests and the response are objects, never null."""
+
+    completion_id: str
+    timestamp: str | None
+    request: dict[str, Any]
+    original_request: dict[str, Any]
+    response: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+def trainable_agent_timeout(result: SessionResult, trace: Trace) -> bool:
+    """Whether Polar's bridge trains a trace of a session that ran out of time: it masks all others."""
+    agent, filtered = result.trajectory.metadata.agent_result, trace.metadata.get("training_filter", {})
+    evaluation = result.trajectory.metadata.evaluation or {}
+    return (
+        (result.status, result.trajectory.status) == ("TIMEOUT", "TIMEOUT")
+        and (agent.status, agent.timeout_source, agent.timeout_stage) == ("timeout", "agent", "exec")
+        and filtered.get("reason") == "agent_timeout"
+        and filtered.get("trainable") is True
+        and filtered.get("masked") is not True
+        and evaluation.get("verifier_timeout") is not True
+    )
 
 
 @frozen(kw_only=True)
@@ -188,6 +235,36 @@ class InferenceStatus:
     engine: str
     request_timeout_seconds: float | None
     policy_version: str
+
+
+@frozen(kw_only=True)
+class NodeAnswer:
+    """One gateway's answer in a rollout server's fan-out."""
+
+    node_id: str
+    status: Literal["ok"]
+    response: Mapping[str, Any]
+
+
+@frozen(kw_only=True)
+class AllPaused:
+    all_paused: bool
+    all_drained: bool
+    inflight: int
+    nodes: tuple[NodeAnswer, ...]
+
+
+@frozen(kw_only=True)
+class AllResumed:
+    all_resumed: bool
+    nodes: tuple[NodeAnswer, ...]
+
+
+@frozen(kw_only=True)
+class AllUpdated:
+    all_updated: bool
+    policy_version: int
+    nodes: tuple[NodeAnswer, ...]
 
 
 def read(value: Any, cls: Any) -> Any:

@@ -110,22 +110,19 @@ async def trained(client: PolarClient, receiver: Receiver, said: dict[str, Any])
 
 
 def samples_of(result: polar.SessionResult) -> list[tuple[list[int], list[int], list[float]]]:
-    """Each trace as slime's Sample has it: tokens, mask of the response, logprobs; by the mask, and by the
-    logprob entries as older bridges do.
-    """
+    """Each trace as slime's Sample has it: tokens, mask of the response, logprobs."""
     samples = []
     for trace in result.trajectory.traces:
-        entries = trace.response_logprobs or ()
-        assert [entry.token_id for entry in entries] == list(trace.response_ids)
-        assert [int(entry.token is not None) for entry in entries] == list(trace.loss_mask)
-        assert all(entry.logprob <= 0.0 for entry in entries)
+        logprobs = trace.response_logprobs or ()
+        assert len(logprobs) == len(trace.response_ids) == len(trace.loss_mask)
+        assert all(value <= 0.0 for value in logprobs)
         assert trace.prompt_ids
         assert trace.response_ids
         samples.append(
             (
                 [*trace.prompt_ids, *trace.response_ids],
                 list(trace.loss_mask),
-                [entry.logprob for entry in entries],
+                list(logprobs),
             )
         )
     return samples
@@ -173,6 +170,7 @@ async def test_who_runs_out_of_time_keeps_its_rows_and_who_is_ended_too(place: P
         await client.submit(request("off", samples=1, rest=600.0))
         late = (await client.finished("late")).results[0]
         assert (late.status, late.trajectory.status) == ("TIMEOUT", "TIMEOUT")
+        assert all(polar.trainable_agent_timeout(late, trace) for trace in late.trajectory.traces)
         assert [sum(sample[1]) > 0 for sample in samples_of(late)] == [True]
         with trio.fail_after(120):
             while not any(  # noqa: ASYNC110

@@ -1,5 +1,5 @@
-"""A trajectory as Polar's SessionResult: whatever a session was, its trained tokens are said in both of the
-ways that bridges read them.
+"""A trajectory as Polar's SessionResult: whatever a session was, its trained tokens are there as bridges read
+them.
 """
 
 from typing import Any, get_args
@@ -54,29 +54,18 @@ def read(trajectory: Trajectory, spec: TaskSpec | None = SPEC) -> polar.SessionR
 
 @given(published())
 @examples(60)
-def test_every_trained_token_is_said_by_mask_and_by_entry(trajectory: Trajectory) -> None:
+def test_every_trained_token_is_there_once_with_its_logprob(trajectory: Trajectory) -> None:
     result = read(trajectory)
-    by_mask, by_entry = [], []
+    by_mask = []
     for trace, row in zip(result.trajectory.traces, trajectory.traces, strict=True):
         assert [*trace.prompt_ids, *trace.response_ids] == list(row.token_ids)
-        entries = trace.response_logprobs or ()
-        assert len(trace.response_ids) == len(trace.loss_mask) == len(entries)
-        by_mask.append(
-            [
-                (entry.token_id, entry.logprob)
-                for entry, one in zip(entries, trace.loss_mask, strict=True)
-                if one
-            ]
-        )
-        by_entry.append([(entry.token_id, entry.logprob) for entry in entries if entry.token is not None])
-        assert [entry.token_id for entry in entries] == list(trace.response_ids)
-        assert all(entry.logprob == 0.0 for entry in entries if entry.token is None)
-        assert all(
-            entry.token == f"token_id:{entry.token_id}" for entry in entries if entry.token is not None
-        )
-    said = [[(token, logprob) for token, logprob, _ in row] for row in trained(trajectory)]
-    assert [row for row in by_mask if row] == said
-    assert by_entry == by_mask
+        logprobs = trace.response_logprobs or ()
+        assert len(trace.response_ids) == len(trace.loss_mask) == len(logprobs)
+        entries = list(zip(trace.response_ids, logprobs, trace.loss_mask, strict=True))
+        by_mask.append([(token, logprob) for token, logprob, one in entries if one])
+        assert all(logprob == 0.0 for _, logprob, one in entries if not one)
+    expected = [[(token, logprob) for token, logprob, _ in row] for row in trained(trajectory)]
+    assert [row for row in by_mask if row] == expected
 
 
 @given(published())
@@ -130,6 +119,39 @@ def test_one_that_is_not_kept_says_so() -> None:
     assert (said["session_id"], said["task_id"], said["status"]) == ("s", "theirs", "COMPLETED")
     assert "retention" in str(said["error"])
     assert set(said) == set(session_result(one_row(), None))
+
+
+# ── time ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("clock", ["run", "turns", "tokens"])
+def test_an_agent_out_of_its_own_budget_stays_trainable_in_the_bridge(clock: Any) -> None:
+    late = evolve(one_row(), outcome=Outcome(status="timeout", clock=clock, reason="late"), reward=0.5)
+    late = evolve(late, traces=tuple(evolve(trace, reward=0.5) for trace in late.traces))
+    result = read(late)
+    (trace,) = result.trajectory.traces
+    assert polar.trainable_agent_timeout(result, trace)
+    assert trace.metadata["training_filter"]["original_reward"] == trace.reward == 0.5
+    assert trace.loss_mask.count(1) == 5
+
+
+@pytest.mark.parametrize(
+    ("outcome", "word"),
+    [
+        (Outcome(status="timeout", clock="init"), "timeout"),
+        (Outcome(status="error", boundary="runtime"), "failed"),
+        (Outcome(status="error", boundary="evaluator", exit_code=0), "completed"),
+        (Outcome(status="failed", exit_code=1), "failed"),
+        (Outcome(status="cancelled"), "failed"),
+        (Outcome(status="completed", exit_code=0), "completed"),
+    ],
+)
+def test_no_other_end_is_an_agents_timeout(outcome: Outcome, word: str) -> None:
+    result = read(evolve(one_row(), outcome=outcome))
+    assert result.trajectory.metadata.agent_result.status == word
+    for trace in result.trajectory.traces:
+        assert not polar.trainable_agent_timeout(result, trace)
+        assert "training_filter" not in trace.metadata
 
 
 # ── words ─────────────────────────────────────────────────────────────────────

@@ -41,6 +41,7 @@ _TEXT: Final[Schema] = {"schema": {"type": "string"}}
 _LIMIT: Final[Mapping[str, Schema]] = {
     "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": 1000}}
 }
+_VERSION: Final[Mapping[str, Schema]] = {"version": {"schema": {"type": "integer", "minimum": 0}}}
 
 _PLAIN: Final[Mapping[Where, Operation]] = {
     ("POST", "/rollout/task/submit"): Operation(
@@ -104,6 +105,21 @@ _PLAIN: Final[Mapping[Where, Operation]] = {
     ),
     ("POST", "/admin/inference/resume"): Operation(
         summary="Let generation go on.", answer=_OBJECT, errors=(409, 503)
+    ),
+    ("POST", "/admin/policy_version"): Operation(
+        summary="The version that the engine serves.", answer=_OBJECT, errors=(422,), own=_VERSION
+    ),
+    ("POST", "/rollout/admin/inference/pause"): Operation(
+        summary="Hold generation; as of all gateways.", answer=_OBJECT, errors=(409, 503)
+    ),
+    ("POST", "/rollout/admin/inference/resume"): Operation(
+        summary="Let generation go on; as of all gateways.", answer=_OBJECT, errors=(409, 503)
+    ),
+    ("POST", "/rollout/admin/policy_version"): Operation(
+        summary="Whether the engine serves this version; as of all gateways.",
+        answer=_OBJECT,
+        errors=(422,),
+        own=_VERSION,
     ),
 }
 

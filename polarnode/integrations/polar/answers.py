@@ -19,7 +19,7 @@ from quart import Response, request
 
 from polarnode.api.callbacks import CallbackFormat
 from polarnode.api.service import Service, answer_of, json_response
-from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.codec.tasks import NAME
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused, Unreadable
@@ -109,9 +109,26 @@ def callback_formats(*, node: str) -> Mapping[str, CallbackFormat]:
         yield event.json if session is None else await session_body(journal, task, session, node=node)
 
     return {
-        "polar_task": CallbackFormat(kinds=("task",), body=task_result),
-        "polar_session": CallbackFormat(kinds=("trajectory",), body=one_session),
+        "polar_task": CallbackFormat(kinds=("task",), body=task_result, refusal=callback_refusal),
+        "polar_session": CallbackFormat(kinds=("trajectory",), body=one_session, refusal=callback_refusal),
     }
+
+
+REASON_CHARACTERS = 200  # of a receiver's own words in the log
+
+
+def callback_refusal(reply: bytes) -> str | None:
+    """Why a bridge did not take a result that it answered with 200: its listener answers
+    `{"ok": false, "reason": …}` for a body that its own classes refuse (NVIDIA-NeMo/ProRL-Agent-Server,
+    src/slime_bridge/rollout.py at 01bc72d, `on_task_result`). None where it took it.
+    """
+    try:
+        found = read_json(reply)
+    except Refused:
+        return None  # a receiver that is not Polar's says it with the status alone
+    if not isinstance(found, dict) or found.get("ok") is not False:
+        return None
+    return f"it answered {{'ok': false}}, {str(found.get('reason'))[:REASON_CHARACTERS]!r}"
 
 
 # ── requests and refusals ─────────────────────────────────────────────────────

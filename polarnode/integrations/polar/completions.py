@@ -1,8 +1,8 @@
 """A session's model calls as Polar's CompletionRecords, and Polar's event stream for dashboards.
 
 Each CompletionRecord holds its call's whole conversation, so together they grow with the square of a
-session's length: they are made and written one at a time. `original_request` is null, because bodies are kept
-only where the node records requests.
+session's length: they are made and written one at a time. `original_request` is an empty object, because
+bodies are kept only where the node records requests.
 
 The event stream (`hello`, `session.state_changed`, `ping`) polls: a dashboard may miss what was between two
 looks. What must not be missed is in the stream of trajectories. Keep scopes and nurseries away from its
@@ -76,7 +76,7 @@ def completion_json(
             "tools": None if prompt is None else tools_json(prompt),
             **{name: value for name, value in plain(turn.used).items() if value not in (None, [])},
         },
-        "original_request": None,
+        "original_request": {},
         "response": _response_json(turn, turns, model=model),
         "metadata": {
             "turn": turn.index,

@@ -6,6 +6,7 @@ those of our own status under Polar's names. Routes that would let another proce
 (`register`, `heartbeat`), or set a session's reward (`callbacks/session_result`), are not served.
 """
 
+import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -37,6 +38,8 @@ from polarnode.journal.values import TaskRecord
 from polarnode.rollouts.captures import HARNESS, CaptureStatus
 from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.trainers.polar import PHASES, Origin, with_origin
+
+logger = logging.getLogger(__name__)
 
 # ── sessions ────────────────────────────────────────────────────────────
 
@@ -240,6 +243,10 @@ class NodeRoutes:
             ("GET", "/admin/inference/status", self.inference),
             ("POST", "/admin/inference/pause", self.pause),
             ("POST", "/admin/inference/resume", self.resume),
+            ("POST", "/admin/policy_version", self.policy_version),
+            ("POST", "/rollout/admin/inference/pause", self.pause_all),
+            ("POST", "/rollout/admin/inference/resume", self.resume_all),
+            ("POST", "/rollout/admin/policy_version", self.policy_version_of_all),
         )
 
     async def health(self) -> Response:
@@ -340,6 +347,71 @@ class NodeRoutes:
     async def resume(self) -> Response:
         await self.service.generation.resume()
         return json_response(self._inference())
+
+    async def policy_version(self) -> Response:
+        """The version that the engine serves. A trainer asks after a weight update whether it is `?version=`:
+        a number alone changes nothing here.
+        """
+        await trio.lowlevel.checkpoint()
+        return json_response({"policy_version": self._policy_version(self._asked_version())})
+
+    # ── the same, as a rollout server answers for all of its gateways ───────────
+
+    async def pause_all(self) -> Response:
+        await self.service.generation.pause(PauseOrder())
+        found = self._inference()
+        return json_response(
+            {
+                "all_paused": found["paused"],
+                "all_drained": found["drained"],
+                "inflight": found["inflight"],
+                "nodes": self._fan_out(found),
+            }
+        )
+
+    async def resume_all(self) -> Response:
+        await self.service.generation.resume()
+        found = self._inference()
+        return json_response({"all_resumed": not found["paused"], "nodes": self._fan_out(found)})
+
+    async def policy_version_of_all(self) -> Response:
+        """`all_updated` is true if the engine serves `?version=`, so that a trainer stops at its first step
+        when its weights do not come here.
+        """
+        await trio.lowlevel.checkpoint()
+        version = self._asked_version()
+        served = self._policy_version(version)
+        return json_response(
+            {
+                "all_updated": served == version,
+                "policy_version": version,
+                "nodes": self._fan_out({"policy_version": served}),
+            }
+        )
+
+    def _fan_out(self, response: dict[str, Json]) -> list[Json]:
+        return [{"node_id": self.service.node_id, "status": "ok", "response": response}]
+
+    def _asked_version(self) -> int:
+        text = request.args.get("version", "")
+        if not (text.isascii() and text.isdigit()):
+            raise Refused(
+                f"version must be the whole number of the trainer's weights, not {text!r}", path="?version"
+            )
+        return int(text)
+
+    def _policy_version(self, asked: int) -> Json:
+        """The engine's version: `asked` where it is that number's, else its own text."""
+        served = self.service.figures().engine.weight_version
+        if served == str(asked):
+            return asked
+        logger.warning(
+            "the trainer says that its weights have version %d and the engine serves %s: push them under that"
+            " number, or sample from the trainer's own engines (docs/polar.md, Weights)",
+            asked,
+            served,
+        )
+        return served
 
     def _inference(self) -> dict[str, Json]:
         """`drained`: no token is being sampled. `inflight` are calls, held ones too."""
