@@ -41,7 +41,7 @@ from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.recorded_calls import Sessions
+from polarnode.merge.token_forest import Sessions
 
 Way = Literal["text", "tokens"]
 BYTES_A_TOKEN: Final = 9  # of a row: an int32 id, a float32 logprob, a byte of mask

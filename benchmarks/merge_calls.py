@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from polarnode.merge.recorded_calls import Sessions
+from polarnode.merge.token_forest import Sessions
 
 Text = list[str]
 

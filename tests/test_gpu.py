@@ -41,7 +41,7 @@ from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.settings import EngineSettings
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 
 __all__ = ["temporary"]  # a fixture, asked for by name
 

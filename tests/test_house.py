@@ -86,8 +86,6 @@ TESTED_ELSEWHERE = {
     "polarnode.engine.embedded.grammars",
     "polarnode.engine.embedded.serving",
     "polarnode.engine.embedded.weights",
-    "polarnode.cli.generate",
-    "polarnode.containers.sweeper",
     "polarnode.journal.pending_callbacks",
     "polarnode.tokens.syntax.harmony",
 }

@@ -16,7 +16,7 @@ from typing import Any
 
 from page import ROOT, write_part
 
-from polarnode.harnesses.registry import HARNESSES
+from polarnode.harnesses import HARNESSES
 
 PAGE = ROOT / "docs" / "token-fidelity.md"
 SAMPLES = 3

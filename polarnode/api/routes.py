@@ -11,11 +11,10 @@ import trio
 from attrs import evolve, frozen
 from quart import Response, request
 
-from polarnode.api.exports import check_format, export, format_json
+from polarnode.api.exports import check_format, event_stream, export, file_pieces, format_json
 from polarnode.api.metrics import CONTENT_TYPE, exposition
 from polarnode.api.query import FILTERS, Query, check_sequence_number, last_event_id, read_query
 from polarnode.api.service import NotFound, Service, json_response
-from polarnode.api.streams import event_stream, file_pieces
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, task_json

@@ -26,7 +26,7 @@ from polarnode.core.errors import Refused
 from polarnode.gateway.recorded_request import Recorded, read_recorded
 from polarnode.gateway.replay import Line, Totals, added, replay_session, total
 from polarnode.journal.check import check_journal
-from polarnode.merge.recorded_calls import Counts, Sessions
+from polarnode.merge.token_forest import Counts, Sessions
 from polarnode.node.config import TINY_MODEL
 from polarnode.providers.contract import NoMemory
 from polarnode.tokens.families import family_of

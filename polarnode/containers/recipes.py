@@ -25,7 +25,7 @@ from polarnode.containers.probe import Store
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault, boundary
 from polarnode.support.bounded import private_opener
-from polarnode.support.processes import open_process_group
+from polarnode.support.concurrency import open_process_group
 
 # ── settings ──────────────────────────────────────────────────────────────────
 

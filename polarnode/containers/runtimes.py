@@ -1,26 +1,226 @@
-"""`open_runtimes`: probe, configure and serve Podman, sweep orphans, run the pool; close in reverse order."""
+"""`open_runtimes`: probe, configure and serve Podman, sweep orphans, run the pool; close in reverse order.
 
+The sweeper removes containers that nobody owns: those of killed nodes, our own that a removal left, and
+forgotten ones. An owner is a process id with its start time and the machine's boot, so that no other process
+is taken for it. Containers of another living node are never touched, whatever its name. Invariant: a label
+that cannot be read is not ours to judge.
+
+Podman forgets a container whose node is killed between its `init` and Podman's note of it. Its conmon and its
+first process, which waits to be started, live on, and Podman, for which that container never began, removes
+only its own record. They are found by their conmon. Invariant: processes are read before Podman is queried,
+because a container is in its records from before its conmon begins until after its first process has ended;
+what it does not list then, nobody else will ever end.
+"""
+
+import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
-from attrs import define, evolve
+import trio
+from attrs import define, evolve, field, frozen
 
-from polarnode.containers.client import ContainerClient
-from polarnode.containers.container import this_process
-from polarnode.containers.copies import PodmanCopies
+from polarnode.containers.client import ContainerClient, ListedContainer
+from polarnode.containers.container import LABEL_OWNER, Owner, read_owner, this_process
 from polarnode.containers.disk import DiskWatch
 from polarnode.containers.pool import Pool, PrewarmRequest, RuntimesStatistics
-from polarnode.containers.prepared import Workspace, Workspaces, workspace_of
+from polarnode.containers.prepared import PodmanCopies, Workspace, Workspaces, workspace_of
 from polarnode.containers.probe import PodmanFindings, Store
 from polarnode.containers.recipes import RuntimesSettings, default_runtimes_dir, read_recipes
 from polarnode.containers.runtime import PodmanRuntime, Starter
 from polarnode.containers.service import PodmanService, configure_store
-from polarnode.containers.sweeper import ForgottenContainers, Sweeper
+from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import RuntimeSpec
 from polarnode.support.concurrency import open_background
+
+# ── containers Podman forgot ──────────────────────────────────────────────────
+
+PROGRAM = b"conmon"
+# seconds for the OCI runtime to clear what it knows of one: 0.05 quiet; one that hangs must not keep a node
+# from starting
+CLEAR_S = 20.0
+
+_log = logging.getLogger(__name__)
+
+
+@frozen(kw_only=True)
+class Conmon:
+    """The process that watches over one container."""
+
+    pid: int
+    container: str
+
+
+@frozen(kw_only=True)
+class ForgottenContainers:
+    """The forgotten containers of one store. `storage` is its graph root, which holds the bundles of its
+    containers and of no other Podman's.
+    """
+
+    storage: Path
+    oci_runtime: Path
+
+    def conmons(self) -> tuple[Conmon, ...]:
+        """Every conmon of this store whose container runs, or is about to. One that is done waits for Podman
+        to clean up, and needs no help.
+        """
+        found = (self._read(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+        return tuple(conmon for conmon in found if conmon is not None)
+
+    def _read(self, pid: int) -> Conmon | None:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # it ended while we looked
+            return None
+        if os.path.basename(words[0]) != PROGRAM or not {b"-c", b"-u", b"-b"} <= set(words):
+            return None
+        container, unit, bundle = (
+            os.fsdecode(words[words.index(word) + 1]) for word in (b"-c", b"-u", b"-b")
+        )
+        of_container = unit == container  # an exec has one too, which ends a minute after its container
+        if (
+            not of_container
+            or not Path(bundle).is_relative_to(self.storage)
+            or all(map(_cleans_up, _children(pid)))
+        ):
+            return None
+        return Conmon(pid=pid, container=container)
+
+    async def end(self, conmons: Collection[Conmon]) -> None:
+        """End those that still run with everything they watch over, and clear what the OCI runtime remembers.
+        Never raises.
+        """
+        # one that was just being removed has ended meanwhile
+        still = [conmon for conmon in conmons if self._read(conmon.pid) == conmon]
+        for conmon in still:
+            # read before the first is killed: orphans have no parent to be found by
+            for pid in (conmon.pid, *_below(conmon.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for container in {conmon.container for conmon in still}:
+            await self._clear(container)
+            _log.warning("container %s, which podman had forgotten, was ended", container[:12])
+
+    async def _clear(self, container: str) -> None:
+        # one that it does not know either is cleared already
+        with trio.move_on_after(CLEAR_S), suppress(OSError):
+            await trio.run_process(
+                [self.oci_runtime, "delete", "--force", container],
+                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+
+def _below(pid: int) -> list[int]:
+    """Every descendant of a process."""
+    return [each for child in _children(pid) for each in (child, *_below(child))]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def _cleans_up(pid: int) -> bool:
+    """Whether a conmon's child is what it starts when its container has ended, or has ended itself."""
+    try:
+        return os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]) in (
+            b"podman",
+            b"",
+        )
+    except OSError:
+        return True
+
+
+# ── the sweeper ───────────────────────────────────────────────────────────────
+
+# seconds: what a killed node left is swept when the next one starts; this catches removals that failed
+SWEEP_EVERY_S = 60.0
+AT_ONCE = 3  # removals side by side, fewer than the calls a node may make, so that sessions go on meanwhile
+
+
+@define(eq=False)
+class Sweeper:
+    """Sweeps one store for one node. `alive` are the names of containers our own process still uses."""
+
+    client: ContainerClient
+    owner: Owner
+    alive: set[str]
+    forgotten: ForgottenContainers
+    swept: int = field(default=0, init=False)
+    _suspects: set[str] = field(factory=set, init=False)
+
+    async def sweep(self, *, at_once: int = AT_ONCE) -> int:
+        """Remove every orphan, `at_once` side by side, and return how many. Raises RuntimeFault when Podman
+        does not answer.
+        """
+        # before asking: one that is created meanwhile is not listed, one removed meanwhile is gone anyway
+        in_use = set(self.alive)
+        orphans = [
+            each.id for each in await self.client.list_labelled(LABEL_OWNER) if self._is_orphan(each, in_use)
+        ]
+        limiter = trio.CapacityLimiter(at_once)
+        async with trio.open_nursery() as nursery:
+            for orphan in orphans:
+                nursery.start_soon(self._remove, orphan, limiter)
+        await self._end_forgotten()
+        return len(orphans)
+
+    async def _end_forgotten(self) -> None:
+        conmons = await trio.to_thread.run_sync(self.forgotten.conmons)
+        listed = await self.client.all_ids() if conmons else frozenset[str]()
+        await self.forgotten.end([conmon for conmon in conmons if conmon.container not in listed])
+
+    async def run(self, ready: trio.Event) -> None:
+        """Sweep regularly until cancelled."""
+        ready.set()
+        while True:
+            await trio.sleep(SWEEP_EVERY_S)
+            try:
+                await self.sweep()
+            except RuntimeFault as fault:
+                _log.warning("the sweep failed and is tried again in %.0f s: %s", SWEEP_EVERY_S, fault)
+
+    def _is_orphan(self, each: ListedContainer, in_use: set[str]) -> bool:
+        owner = read_owner(each.labels[LABEL_OWNER])
+        if owner is None:
+            return False
+        if owner == self.owner:
+            return self._forgotten(each, in_use | self.alive)
+        return not owner.is_alive()
+
+    def _forgotten(self, each: ListedContainer, in_use: set[str]) -> bool:
+        """Whether one of ours was unused in two sweeps: one that is just being removed is unused for a
+        moment.
+        """
+        if in_use.intersection(each.names):
+            self._suspects.discard(each.id)
+            return False
+        if each.id in self._suspects:
+            return True
+        self._suspects.add(each.id)
+        return False
+
+    async def _remove(self, orphan: str, limiter: trio.CapacityLimiter) -> None:
+        async with limiter:
+            try:
+                await self.client.remove(orphan)
+            except RuntimeFault as fault:
+                _log.warning("orphan %s could not be removed: %s", orphan[:12], fault)
+                return
+        self._suspects.discard(orphan)
+        self.swept += 1
+
+
+# ── runtimes ────────────────────────────────────────────────────────────────────────────────────────
 
 Prepare = Callable[[PodmanRuntime], Awaitable[None]]
 

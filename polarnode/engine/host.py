@@ -47,7 +47,7 @@ from polarnode.engine.protocol import (
 )
 from polarnode.engine.routing import SAMPLED, Deaths, FairQueue, HostState, HostStatistics
 from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
-from polarnode.support.processes import open_process_group
+from polarnode.support.concurrency import open_process_group
 
 
 @define(eq=False)

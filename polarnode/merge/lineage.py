@@ -23,10 +23,19 @@ from polarnode.core.conversation import Conversation, Message
 from polarnode.core.errors import InvariantViolated
 from polarnode.core.trajectory import Turn
 from polarnode.merge import figures
-from polarnode.merge.attach import RESUMED, Attached, Plan, another, attach, excusable, opaques, resumed
+from polarnode.merge.attach import (
+    RESUMED,
+    Attached,
+    Plan,
+    References,
+    another,
+    attach,
+    excusable,
+    opaques,
+    resumed,
+)
 from polarnode.merge.fingerprint import Memo, Path
 from polarnode.merge.ledger import Ledger, attachable
-from polarnode.merge.references import References
 from polarnode.merge.roles import PathIndex, RequestRoles
 from polarnode.merge.turn_kinds import TurnGraph, TurnName
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from attrs import frozen
 
+from polarnode import harnesses
 from polarnode.containers.container import check_volumes
 from polarnode.containers.egress.rules import check_egress
 from polarnode.core.errors import Busy, DiskFull, Refused, boundary
@@ -18,7 +19,6 @@ from polarnode.core.ports import Endpoint, Launch
 from polarnode.core.task import TaskSpec
 from polarnode.evaluators import registry as evaluators
 from polarnode.evaluators.contract import Evaluator
-from polarnode.harnesses import registry as harnesses
 from polarnode.harnesses.harness import Harness
 from polarnode.journal.values import (
     TASK_BACKLOG_BYTES,

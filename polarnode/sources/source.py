@@ -18,9 +18,8 @@ from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
 from polarnode.sources.harbor import tasks as harbor_tasks
 from polarnode.sources.polar import tasks as polar_tasks
-from polarnode.sources.reading import jsonl, lines, named, one, read_json, read_toml, read_yaml
+from polarnode.sources.reading import is_dataset, jsonl, lines, named, one, read_json, read_toml, read_yaml
 from polarnode.sources.swe import tasks as swe_tasks
-from polarnode.sources.tables import is_dataset
 from polarnode.sources.terminal_bench import tasks as terminal_bench_tasks
 from polarnode.sources.values import KINDS, FoundTask, Kind, Overrides, SourcedTask, Unread, merged_over
 

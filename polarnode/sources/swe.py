@@ -12,8 +12,7 @@ from typing import Any
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.sources.reading import named
-from polarnode.sources.tables import DatasetRow, rows
+from polarnode.sources.reading import DatasetRow, named, rows
 from polarnode.sources.values import FoundTask, Overrides, Unread
 
 WORKDIR = "/testbed"

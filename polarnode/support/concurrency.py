@@ -1,5 +1,5 @@
-"""Three helpers of concurrent tasks: a semaphore with priorities, a session's share of threads, and services
-in the background.
+"""Helpers of concurrent tasks: a semaphore with priorities, a session's share of threads, services in the
+background, and child processes.
 
 The semaphore is for stage limits: how many sessions may be in a stage at once. It wakes its waiters by
 priority, then by age. Trio's own limiters are first come, first served, and a trainer that raises the
@@ -9,13 +9,24 @@ already in the stage stay in it.
 A background service runs beside a block, outlives the block's users, and ends when the block ends. In one
 nursery a service and its users are cancelled together, and the users' teardown then finds no service
 (trio.md P15). The shield has no deadline of its own because the end of the block cancels it.
+
+A child process and everything it started are one unit that ends with its block. A killed process leaves its
+grandchildren, and a process that ends well may leave background children; both are ended by their process
+group. Invariants: output goes to files, never to pipes (a grandchild that keeps a pipe open would hold up its
+reader); teardown is bounded, shielded, and never raises. A program that makes a session of its own leaves the
+group: what must not escape belongs in a container.
 """
 
 import heapq
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import count
-from typing import TypeVar
+from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 import trio
 from attrs import define, field, frozen
@@ -192,3 +203,95 @@ def _ours(group: BaseExceptionGroup[BaseException]) -> PolarnodeError | None:
     if isinstance(found, BaseExceptionGroup):
         return _ours(found)
     return found if isinstance(found, PolarnodeError) else None
+
+
+# ── processes ───────────────────────────────────────────────────────────────────────────────────────
+
+TERM_GRACE = 5.0  # seconds between TERM and KILL: what polarnode starts has nothing to save by itself
+# seconds for the kernel to be done with killed processes: a GPU context of many GB takes some of them
+KILL_GRACE = 10.0
+POLL = 0.05  # seconds between checks of a group, only while one is being ended
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_process_group(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    stdout: BinaryIO | None = None,
+    pass_fds: Sequence[int] = (),
+) -> AsyncIterator[trio.Process]:
+    """Start a program as the leader of its own session; at the end of the block, TERM then KILL whatever
+    remains of its group.
+
+    `stdout` receives stdout and stderr (None: neither is kept). `env` is the whole environment (None: that of
+    this process). Raises OSError when the program cannot be started. The process may be awaited inside the
+    block; its end does not end the block.
+    """
+    sink = stdout if stdout is not None else subprocess.DEVNULL
+    process = await trio.lowlevel.open_process(
+        list(argv),
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=sink,
+        stderr=subprocess.STDOUT,
+        pass_fds=tuple(pass_fds),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with trio.move_on_after(TERM_GRACE + 2 * KILL_GRACE, shield=True):
+            await _end(process)
+
+
+def group_members(group: int) -> list[int]:
+    """The ids of the processes of a group that still run, without zombies."""
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _group_of(entry) == group
+    ]
+
+
+def _group_of(entry: Path) -> int | None:
+    try:
+        after_name = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None  # it ended during the check
+    state, _, group = after_name[:3]
+    return None if state in "ZX" else int(group)
+
+
+async def _end(process: trio.Process) -> None:
+    """TERM, wait, KILL, wait. The leader is reaped last, so that its id, the group's name, is not reused
+    meanwhile.
+    """
+    for order, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, KILL_GRACE)):
+        if not _signal(process.pid, order):
+            break
+        with trio.move_on_after(grace):
+            await _wait_gone(process)
+    with trio.move_on_after(KILL_GRACE):
+        await process.wait()
+    if remaining := group_members(process.pid):
+        _log.error("processes %s outlived SIGKILL", remaining)
+
+
+def _signal(group: int, order: signal.Signals) -> bool:
+    """Signal the group; whether there was any process to signal."""
+    if not group_members(group):
+        return False
+    with suppress(ProcessLookupError):
+        os.killpg(group, order)
+    return True
+
+
+async def _wait_gone(process: trio.Process) -> None:
+    # The kernel reports the end of our child, but of its children to nobody: they are polled.
+    while group_members(process.pid):  # noqa: ASYNC110
+        await trio.sleep(POLL)

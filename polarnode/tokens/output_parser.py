@@ -29,9 +29,8 @@ from polarnode.core.conversation import (
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.families import Family, HarmonyMarks, Mode
 from polarnode.tokens.syntax import READERS, harmony
-from polarnode.tokens.syntax.body import CallBody, Region
 from polarnode.tokens.syntax.json_calls import Begun
-from polarnode.tokens.tool_calls import SPACE, ReadCall
+from polarnode.tokens.tool_calls import SPACE, CallBody, ReadCall, Region
 
 # ── what may be shown ─────────────────────────────────────────────────────────────────────────────
 

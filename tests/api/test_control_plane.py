@@ -15,7 +15,7 @@ import trio
 from control_plane_parts import Answer, Caller, Plane, open_plane
 from journal_samples import make_identity, make_trajectory, make_turn
 
-from polarnode.api import app, routes, service, streams
+from polarnode.api import app, exports, routes, service
 from polarnode.api.query import last_event_id, read_query
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec import read_trajectory
@@ -356,7 +356,7 @@ async def test_without_follow_a_tasks_stream_ends_with_the_task(started: Started
 
 
 async def test_a_quiet_stream_says_that_it_lives(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(exports, "KEEP_ALIVE_S", 0.05)
     async with started() as (plane, client), client.stream(task_id="t") as stream:
         assert (await stream.block())["comment"] == "polarnode"
         assert (await stream.block())["comment"] == "keep-alive"

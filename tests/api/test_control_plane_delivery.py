@@ -16,7 +16,7 @@ import trio
 from control_plane_parts import Caller, Plane, Stream, open_plane
 from journal_samples import make_identity, make_spec, make_trajectory
 
-from polarnode.api import streams
+from polarnode.api import exports
 from polarnode.api.query import Query
 from polarnode.http import server
 from polarnode.journal import queries
@@ -209,13 +209,13 @@ def held_by_streams() -> int:
 def pages(monkeypatch: pytest.MonkeyPatch) -> "Counter[str | None]":
     """How many pages each consumer's stream has read."""
     counted: Counter[str | None] = Counter()
-    read = streams._page
+    read = exports._page
 
     async def counting(journal: Journal, query: Query, seen: int) -> Any:
         counted[query.consumer] += 1
         return await read(journal, query, seen)
 
-    monkeypatch.setattr(streams, "_page", counting)
+    monkeypatch.setattr(exports, "_page", counting)
     return counted
 
 
@@ -288,11 +288,11 @@ def test_small_events_leave_together_and_large_ones_in_pieces() -> None:
         StoredEvent(seq=seq, kind="group", key=f"group:{seq}", body=b'{"a":1}') for seq in range(1, 5)
     )
     large = StoredEvent(
-        seq=5, kind="trajectory", key="trajectory:l", body=b'"' + b"x" * (3 * streams.WRITE_BYTES) + b'"'
+        seq=5, kind="trajectory", key="trajectory:l", body=b'"' + b"x" * (3 * exports.WRITE_BYTES) + b'"'
     )
-    assert len(list(streams._pieces(small))) == 1
-    pieces = list(streams._pieces((*small, large, *small)))
-    assert max(map(len, pieces)) <= 2 * streams.WRITE_BYTES
+    assert len(list(exports._pieces(small))) == 1
+    pieces = list(exports._pieces((*small, large, *small)))
+    assert max(map(len, pieces)) <= 2 * exports.WRITE_BYTES
     assert b"".join(pieces) == b"".join(
         b"event: %b\nid: %d\ndata: %b\n\n" % (event.kind.encode(), event.seq, event.json)
         for event in (*small, large, *small)

@@ -14,8 +14,7 @@ import trio
 from control_plane_parts import Caller, TaskTaker, open_plane, other_rooms
 from journal_samples import make_trajectory
 
-from polarnode.api.app import create_app
-from polarnode.api.openapi import EVERY, PARAMETERS, document
+from polarnode.api.app import EVERY, PARAMETERS, create_app, document
 from polarnode.api.query import READERS
 from polarnode.integrations.polar import OPERATIONS
 from polarnode.journal.journal import open_journal

@@ -21,7 +21,7 @@ from attrs import evolve
 from journal_samples import make_trajectory
 from rich.console import Console
 
-from polarnode.cli.generate_export import (
+from polarnode.cli.generate import (
     MOST,
     Exported,
     TemplateComparison,

@@ -28,7 +28,7 @@ from polarnode.core.codec.tasks import IMAGE
 from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault
 from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec
 from polarnode.evaluators import command
-from polarnode.harnesses.registry import HARNESSES
+from polarnode.harnesses import HARNESSES
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.services import SessionOrder
 from polarnode.sources.reading import build_of

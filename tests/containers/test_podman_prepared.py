@@ -13,8 +13,7 @@ import trio
 from attrs import evolve
 from podman_parts import LIFETIME_S, SMALL, settings
 
-from polarnode.containers.copies import PodmanCopies, mend
-from polarnode.containers.prepared import workspace_of
+from polarnode.containers.prepared import PodmanCopies, mend, workspace_of
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes, open_runtimes
 from polarnode.core.errors import Refused

@@ -41,7 +41,7 @@ from polarnode.engine.protocol import Simulation
 from polarnode.evaluators.command import CommandConfig
 from polarnode.evaluators.judging import JudgeConfig
 from polarnode.evaluators.registry import EVALUATORS
-from polarnode.harnesses.registry import HARNESSES
+from polarnode.harnesses import HARNESSES
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import EventKind, Retention
 from polarnode.node.config import TINY_MODEL, NodeConfig

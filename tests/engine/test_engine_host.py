@@ -25,7 +25,7 @@ from polarnode.engine.protocol import LoadTensors
 from polarnode.engine.routing import DEATHS
 from polarnode.engine.settings import EngineSettings
 from polarnode.engine.update import Make
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 
 PROGRAM = (sys.executable, str(Path(__file__).parents[1] / "kits" / "engine_program.py"))
 

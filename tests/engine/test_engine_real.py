@@ -30,7 +30,7 @@ from fakes_engine import contract, joined, order, sample, until_idle
 from polarnode.core.errors import EngineError, Refused
 from polarnode.core.ports import Chunk
 from polarnode.engine.engines import Engines, open_engines
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 
 __all__ = ["temporary"]  # a fixture, asked for by name
 # torch and transformers warn of themselves

@@ -39,7 +39,7 @@ from polarnode.engine.simulated.answers import COMMANDS, HEADS, Answers, load_vo
 from polarnode.engine.simulated.serving import BLOCK, KEPT, Prefixes, Serving
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.opening import simulated_marks
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 from polarnode.tokens.parser import ParsedAnswer, Parser
 from polarnode.tokens.template import LoadedModel, load_model
 

@@ -25,7 +25,7 @@ from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.engines import open_engines
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
-from polarnode.gateway.delivery import KeepAlivePacing
+from polarnode.gateway.call import KeepAlivePacing
 from polarnode.journal.journal import open_journal
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.opening import simulated_marks, weights_model, weights_to_begin_with

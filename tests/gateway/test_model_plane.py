@@ -23,9 +23,8 @@ from tokens_kit import model
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
-from polarnode.gateway import request_limits
-from polarnode.gateway.call import INLINE_CHARS, OUTBOX
-from polarnode.gateway.delivery import KeepAlivePacing
+from polarnode.gateway import endpoint
+from polarnode.gateway.call import INLINE_CHARS, OUTBOX, KeepAlivePacing
 
 VOCAB = model().tokenizer.vocab_size
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -293,7 +292,7 @@ async def test_a_session_that_spent_its_turns_is_told_to_stop() -> None:
 async def test_a_long_request_is_too_long_in_both_shapes(
     monkeypatch: pytest.MonkeyPatch, letters: int
 ) -> None:
-    monkeypatch.setattr(request_limits, "IMAGES_BYTES", 50_000)
+    monkeypatch.setattr(endpoint, "IMAGES_BYTES", 50_000)
     here = stage(scripted("x"), context=1000)
     long: Any = [{"role": "user", "content": "xy" * (letters // 2)}]
     async with served(here.app) as base:

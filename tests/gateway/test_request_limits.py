@@ -7,8 +7,7 @@ import pytest
 
 from polarnode.core.conversation import Constraint, Conversation, Message, Tool, ToolCall
 from polarnode.core.errors import ContextTooLong, Refused
-from polarnode.gateway.endpoint import recorded
-from polarnode.gateway.request_limits import (
+from polarnode.gateway.endpoint import (
     BODY_BYTES,
     CHARS_PER_TOKEN,
     CONSTRAINT_CHARS,
@@ -17,6 +16,7 @@ from polarnode.gateway.request_limits import (
     MARKS,
     RequestLimits,
     check_constraint,
+    recorded,
 )
 
 LIMITS = RequestLimits(1000)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polarnode import harnesses
 from polarnode.core.errors import Refused
 from polarnode.core.ports import Endpoint, HarnessOrder
 from polarnode.core.task import HarnessSpec, McpServerSpec
-from polarnode.harnesses import codex, harness, pi, registry, shell
+from polarnode.harnesses import codex, harness, pi, shell
 
 BASE = "http://127.0.0.1:8080"
 KEY = "sk-polarnode-test"
@@ -32,12 +33,12 @@ def order(**changed: Any) -> HarnessOrder:
     return HarnessOrder(**{**given_, **changed})
 
 
-@pytest.mark.parametrize("name", sorted(registry.HARNESSES))
+@pytest.mark.parametrize("name", sorted(harnesses.HARNESSES))
 def test_every_harness_is_told_its_endpoint_and_key_and_no_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-the-nodes-own")
-    launch = registry.HARNESSES[name].launch(order())
+    launch = harnesses.HARNESSES[name].launch(order())
     told = json.dumps(
         [launch.argv, dict(launch.env), {path: text.decode() for path, text in launch.files.items()}]
     )
@@ -50,25 +51,25 @@ def test_every_harness_is_told_its_endpoint_and_key_and_no_other(
     assert all(path.startswith("/home/agent/") for path in launch.files)
 
 
-@pytest.mark.parametrize("name", sorted(registry.HARNESSES))
+@pytest.mark.parametrize("name", sorted(harnesses.HARNESSES))
 def test_the_tasks_environment_wins(name: str) -> None:
     assert (
-        registry.HARNESSES[name].launch(order(env={"TERM": "xterm", "MORE": "1"})).env.items()
+        harnesses.HARNESSES[name].launch(order(env={"TERM": "xterm", "MORE": "1"})).env.items()
         >= {"TERM": "xterm", "MORE": "1"}.items()
     )
 
 
-@pytest.mark.parametrize("name", sorted(registry.HARNESSES))
+@pytest.mark.parametrize("name", sorted(harnesses.HARNESSES))
 def test_a_setting_a_harness_does_not_know_is_refused_with_its_path(name: str) -> None:
     with pytest.raises(Refused) as refused:
-        registry.HARNESSES[name].launch(order(settings={"apu": 1}))
+        harnesses.HARNESSES[name].launch(order(settings={"apu": 1}))
     assert refused.value.path == "$.harness.settings.apu"
 
 
-@pytest.mark.parametrize("name", sorted(known.name for known in registry.HARNESSES.values() if known.apis))
+@pytest.mark.parametrize("name", sorted(known.name for known in harnesses.HARNESSES.values() if known.apis))
 def test_an_api_it_can_not_speak_is_refused_with_those_it_can(name: str) -> None:
-    with pytest.raises(Refused, match=f"one of {registry.HARNESSES[name].apis[0]}") as refused:
-        registry.HARNESSES[name].launch(order(settings={"api": "telepathy"}))
+    with pytest.raises(Refused, match=f"one of {harnesses.HARNESSES[name].apis[0]}") as refused:
+        harnesses.HARNESSES[name].launch(order(settings={"api": "telepathy"}))
     assert refused.value.path == "$.harness.settings.api"
 
 
@@ -99,10 +100,10 @@ def test_shell_without_a_command_is_refused() -> None:
 
 def test_an_unknown_harness_or_version_is_refused() -> None:
     with pytest.raises(Refused, match=r"there are: claude_code, codex, gemini_cli, .*shell"):
-        registry.find(HarnessSpec(name="codexx"))
+        harnesses.find(HarnessSpec(name="codexx"))
     with pytest.raises(Refused, match=r"pins 0\.73\.1"):
-        registry.find(HarnessSpec(name="pi", version="0.1"))
-    assert registry.find(HarnessSpec(name="pi", version=pi.VERSION)) is pi.HARNESS
+        harnesses.find(HarnessSpec(name="pi", version="0.1"))
+    assert harnesses.find(HarnessSpec(name="pi", version=pi.VERSION)) is pi.HARNESS
 
 
 OWN = harness.Harness(name="own", version="1", image="base", launch=shell.launch)
@@ -110,11 +111,11 @@ OWN = harness.Harness(name="own", version="1", image="base", launch=shell.launch
 
 def test_a_users_own_harness_comes_by_import_path_where_the_node_allows_it() -> None:
     spec = HarnessSpec(import_path=f"{__name__}:OWN")
-    assert registry.find(spec, allowed_imports=("*",)).name == "own"
+    assert harnesses.find(spec, allowed_imports=("*",)).name == "own"
     with pytest.raises(Refused):
-        registry.find(spec)
+        harnesses.find(spec)
     with pytest.raises(Refused, match="not a polarnode"):
-        registry.find(HarnessSpec(import_path=f"{__name__}:BASE"), allowed_imports=("*",))
+        harnesses.find(HarnessSpec(import_path=f"{__name__}:BASE"), allowed_imports=("*",))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +144,9 @@ def test_what_a_harness_can_not_be_given_is_refused(
         HarnessSpec(import_path=f"{__name__}:OWN", **more) if name is None else HarnessSpec(name=name, **more)
     )
     with pytest.raises(Refused, match=able) as refused:
-        registry.find(spec, allowed_imports=("*",))
+        harnesses.find(spec, allowed_imports=("*",))
     assert refused.value.path == path
-    assert registry.find(HarnessSpec(name="codex", **more)) is codex.HARNESS
+    assert harnesses.find(HarnessSpec(name="codex", **more)) is codex.HARNESS
 
 
 def test_shell_tells_every_sdk_where_to_go() -> None:

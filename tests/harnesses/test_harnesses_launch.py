@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_harnesses import BASE, KEY, order
 
+from polarnode import harnesses
 from polarnode.core.ports import Launch
 from polarnode.core.task import McpServerSpec
 from polarnode.harnesses import (
@@ -25,7 +26,6 @@ from polarnode.harnesses import (
     openhands_sdk,
     pi,
     qwen_code,
-    registry,
 )
 from polarnode.harnesses.harness import json_bytes, toml_bytes
 
@@ -44,7 +44,7 @@ CONFIGS = {
 
 
 def launched(name: str, **changed: Any) -> Launch:
-    return registry.HARNESSES[name].launch(order(**changed))
+    return harnesses.HARNESSES[name].launch(order(**changed))
 
 
 def config_of(name: str, launch: Launch) -> dict[str, Any]:
@@ -102,7 +102,7 @@ PATHS = {
 
 def test_every_harness_that_speaks_apis_is_in_the_table() -> None:
     assert {name: list(paths) for name, paths in PATHS.items()} == {
-        known.name: list(known.apis) for known in registry.HARNESSES.values() if known.apis
+        known.name: list(known.apis) for known in harnesses.HARNESSES.values() if known.apis
     }
 
 
@@ -114,7 +114,7 @@ def test_it_is_pointed_at_its_endpoint_in_every_api(name: str, api: str) -> None
 
 @pytest.mark.parametrize("name", PATHS)
 def test_the_first_api_is_the_default(name: str) -> None:
-    assert launched(name) == launched(name, settings={"api": registry.HARNESSES[name].apis[0]})
+    assert launched(name) == launched(name, settings={"api": harnesses.HARNESSES[name].apis[0]})
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -399,8 +399,8 @@ SKILLS = {
 
 
 def test_the_tables_hold_whoever_says_so() -> None:
-    assert set(SERVERS) == {known.name for known in registry.HARNESSES.values() if known.mcp_servers}
-    assert set(SKILLS) == {known.name for known in registry.HARNESSES.values() if known.skills}
+    assert set(SERVERS) == {known.name for known in harnesses.HARNESSES.values() if known.mcp_servers}
+    assert set(SKILLS) == {known.name for known in harnesses.HARNESSES.values() if known.skills}
 
 
 @pytest.mark.parametrize("name", SERVERS)

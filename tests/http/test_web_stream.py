@@ -9,8 +9,8 @@ import trio
 import trio.testing
 from attrs import define, field
 
+from polarnode.gateway.call import KeepAlivePacing, deliver
 from polarnode.gateway.call_events import Break, EndStream, Outgoing, Send
-from polarnode.gateway.delivery import KeepAlivePacing, deliver
 from polarnode.http import asgi
 from polarnode.http.asgi import (
     BodyBudget,

@@ -19,7 +19,7 @@ from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import VersionSpan
 from polarnode.engine.engines import Engines
 from polarnode.engine.settings import EngineSettings
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 
 CONTEXT = 8192
 TOLERANCE = 2e-2  # nats, largest difference of one logprob: the project's own acceptance limit

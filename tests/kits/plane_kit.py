@@ -17,8 +17,7 @@ from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, Engine, GenerateOrder
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn, VersionSpan
-from polarnode.gateway.call import Model
-from polarnode.gateway.delivery import KeepAlivePacing
+from polarnode.gateway.call import KeepAlivePacing, Model
 from polarnode.gateway.endpoint import ModelPlane
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.http.connections import WRITES, ConnectionWrites

@@ -28,7 +28,7 @@ from polarnode.client import PolarnodeClient, Unreachable
 from polarnode.containers.container import LABEL_NODE
 from polarnode.containers.probe import default_state_dir, store_at
 from polarnode.core.trajectory import Trajectory
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 
 # seconds anything here may take before it is a failure: a hundred times what it takes on a quiet machine
 PATIENCE_S = 600.0

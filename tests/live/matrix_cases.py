@@ -11,8 +11,8 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from polarnode.harnesses import HARNESSES
 from polarnode.harnesses.harness import Harness
-from polarnode.harnesses.registry import HARNESSES
 
 SHELL_FILE, WRITTEN_FILE = "shell.txt", "written.txt"
 SHELL_TEXT = "a word from the shell\n"

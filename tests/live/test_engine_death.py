@@ -10,7 +10,7 @@ import pytest
 from live_kit import ServingNode, until
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 

@@ -18,7 +18,7 @@ from live_kit import ServingNode, keep_row, until
 from matrix_cases import CASES, Case
 
 from polarnode.core.trajectory import Trajectory, Turn
-from polarnode.harnesses.registry import HARNESSES
+from polarnode.harnesses import HARNESSES
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.harness]
 

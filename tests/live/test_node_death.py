@@ -20,7 +20,7 @@ from live_kit import Belongings, ServingNode, belongings, serving, until
 from polarnode.client import Event, PolarnodeClient, Unreachable
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import open_journal
-from polarnode.support.processes import group_members
+from polarnode.support.concurrency import group_members
 
 pytestmark = [pytest.mark.podman, pytest.mark.engine]
 

@@ -11,7 +11,7 @@ from steering import BESIDE, Said, Script, decoded
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Answer, Conversation, Message, Tool
-from polarnode.harnesses.registry import HARNESSES
+from polarnode.harnesses import HARNESSES
 from polarnode.node.config import TINY_MODEL
 from polarnode.tokens.parser import Parser
 from polarnode.tokens.template import load_model

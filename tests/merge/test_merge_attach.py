@@ -9,10 +9,9 @@ from attrs import evolve
 from merge_toys import Session, ask, renamed, rendered, said, system, told, user
 
 from polarnode.core.conversation import Answer, Message, ToolCall
-from polarnode.merge.attach import attach
+from polarnode.merge.attach import References, attach
 from polarnode.merge.fingerprint import Memo
 from polarnode.merge.ledger import Ledger
-from polarnode.merge.references import References
 
 ARGUMENTS = '{"command": "ls -la", "timeout": 1.0, "quiet": true, "depth": 1}'
 

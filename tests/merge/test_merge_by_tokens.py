@@ -15,8 +15,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.task import BuilderSpec
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check_turns
-from polarnode.merge.recorded_calls import Counts, Sessions
-from polarnode.merge.token_forest import Forest, Hasher, read_call
+from polarnode.merge.token_forest import Counts, Forest, Hasher, Sessions, read_call
 
 
 def call(turn: Any, prompt: Sequence[int], sampled: Sequence[int], session: Any = "s", **more: Any) -> Json:

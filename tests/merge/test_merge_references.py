@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.merge.references import Located, References
+from polarnode.merge.attach import Located, References
 
 OURS = References("session-a", b"secret of the node")
 INDEXES = st.integers(min_value=0, max_value=0xFFFFFF)
@@ -28,7 +28,7 @@ def test_an_id_full_of_places_for_a_reference_signs_nothing(monkeypatch: pytest.
         signed += 1
         return b"\0" * 32
 
-    monkeypatch.setattr("polarnode.merge.references.hmac.digest", digest)
+    monkeypatch.setattr("polarnode.merge.attach.hmac.digest", digest)
     assert ours.find_refs(["f" * 96, "0" * 96, "call_" + "000001" * 15, own]) == {0}
     assert signed == 0
 

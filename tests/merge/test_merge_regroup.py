@@ -9,8 +9,7 @@ from attrs import evolve
 from merge_toys import SECRET, ask, said, told, user
 
 from polarnode.core.conversation import Message, ModelRequest, Sampling, ToolCall
-from polarnode.merge.attach import regrouped
-from polarnode.merge.references import References
+from polarnode.merge.attach import References, regrouped
 
 OURS = References("s-1", SECRET)
 

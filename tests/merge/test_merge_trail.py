@@ -7,10 +7,9 @@ from hypothesis import given
 from merge_toys import SECRET, Session, ask, said, system, told, user
 
 from polarnode.core.conversation import Message, ToolCall
-from polarnode.merge.attach import Attached, attach
+from polarnode.merge.attach import Attached, References, attach
 from polarnode.merge.fingerprint import Memo, Trail, Trails, advance, numbers_of, root_key
 from polarnode.merge.ledger import Ledger
-from polarnode.merge.references import References
 
 CALL = ToolCall(id="call_1", name="bash", arguments='{"a": 1}')
 

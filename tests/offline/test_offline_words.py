@@ -13,7 +13,7 @@ from journal_samples import make_trajectory
 from talk_kit import Ask, Asking, Desk
 from tokens_kit import TINY, model
 
-from polarnode.cli.generate_export import open_comparison
+from polarnode.cli.generate import open_comparison
 from polarnode.core.task import BuilderSpec
 from polarnode.merge.builders import build
 from polarnode.offline import sft_lines

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polarnode.merge.references import References
+from polarnode.merge.attach import References
 from polarnode.providers.google.write import inward, of_signature
 
 SESSION = References("s1", b"secret")

@@ -25,7 +25,7 @@ from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
 from polarnode.providers.contract import Envelope, ModelCallInfo
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
-from polarnode.providers.openai_responses.items import _READERS
+from polarnode.providers.openai_responses.read import _READERS
 from polarnode.providers.openai_responses.shapes import ResponsesRequest
 from polarnode.providers.openai_responses.tools import _READERS as _TOOL_READERS
 

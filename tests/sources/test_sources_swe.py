@@ -21,12 +21,12 @@ from polarnode.core import codec
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.core.ports import Endpoint
 from polarnode.evaluators import swebench
-from polarnode.harnesses.registry import HARNESSES
+from polarnode.harnesses import HARNESSES
 from polarnode.rollouts.services import harness_order
 from polarnode.sources import Overrides, SourcedTask, Unread, read_source
+from polarnode.sources.reading import rows
 from polarnode.sources.swe import INSTRUCTION, JUDGED_BY
 from polarnode.sources.swe import tasks as swe_tasks
-from polarnode.sources.tables import rows
 
 FILE = DATA / "swe" / "rows.jsonl"
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text().splitlines()]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from polarnode.support import processes
-from polarnode.support.processes import group_members, open_process_group
+from polarnode.support import concurrency
+from polarnode.support.concurrency import group_members, open_process_group
 
 SHELL = "/bin/sh"
 
@@ -63,7 +63,7 @@ async def test_background_children_of_a_process_that_ended_well_end_too(tmp_path
 
 
 async def test_who_ignores_term_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "TERM_GRACE", 0.3)
+    monkeypatch.setattr(concurrency, "TERM_GRACE", 0.3)
     code = (
         f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'up')!r},"
         " 'w'); time.sleep(1000)"

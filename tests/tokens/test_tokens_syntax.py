@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from polarnode.core.conversation import Tool
 from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.syntax import READERS, json_calls
-from polarnode.tokens.syntax.body import CallBody
 from polarnode.tokens.syntax.tag_calls import is_name
-from polarnode.tokens.tool_calls import ReadCall
+from polarnode.tokens.tool_calls import CallBody, ReadCall
 
 # ── json ──────────────────────────────────────────────────────────────────────
 

@@ -11,8 +11,7 @@ from typing import Final
 from polarnode.core.conversation import Tool
 from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.syntax import harmony, json_calls, tag_calls
-from polarnode.tokens.syntax.body import CallBody
-from polarnode.tokens.tool_calls import ReadCall
+from polarnode.tokens.tool_calls import CallBody, ReadCall
 
 # ── none ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,8 +11,7 @@ from typing import Final, Literal
 from attrs import frozen
 
 from polarnode.core.conversation import Tool
-from polarnode.tokens.syntax.body import CallBody, Cursor
-from polarnode.tokens.tool_calls import SPACE, ReadCall, read_object
+from polarnode.tokens.tool_calls import SPACE, CallBody, Cursor, ReadCall, read_object
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ROLE: Final = "assistant"

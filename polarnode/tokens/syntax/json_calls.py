@@ -17,9 +17,16 @@ from typing import Final
 from attrs import define, field
 
 from polarnode.core.conversation import Json, Tool
-from polarnode.tokens.syntax.body import CallBody, Cursor
 from polarnode.tokens.syntax.tag_calls import is_name
-from polarnode.tokens.tool_calls import SPACE, ReadCall, arguments_of, read_first, read_object
+from polarnode.tokens.tool_calls import (
+    SPACE,
+    CallBody,
+    Cursor,
+    ReadCall,
+    arguments_of,
+    read_first,
+    read_object,
+)
 
 # ── json ──────────────────────────────────────────────────────────────────────────────────────────
 

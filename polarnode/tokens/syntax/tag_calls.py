@@ -26,8 +26,7 @@ from typing import Final
 from attrs import frozen
 
 from polarnode.core.conversation import Json, Tool
-from polarnode.tokens.syntax.body import CallBody, Cursor
-from polarnode.tokens.tool_calls import SPACE, ReadCall, read_value
+from polarnode.tokens.tool_calls import SPACE, CallBody, Cursor, ReadCall, read_value
 
 _ALIASES: Final = {
     "str": "string",
