@@ -95,7 +95,7 @@ PATHS = rules(
     ("a key that stands twice is read", 'raise ValueError("a key stands twice")', "pass", (FINGERPRINT,)),
 )
 REFS = rules(
-    "merge.references",
+    "merge.attach",
     (
         "a forged reference is believed",
         "index = self._made.get(run[start : start + _REF_DIGITS])",
