@@ -71,7 +71,8 @@ class WeightsState:
     """The state of the weights: the version served, the version being loaded, and how generation is held, if
     it is.
 
-    `versions` are those since the node started, oldest first; `released` names the GPU memory that is lent.
+    `versions` are those since the node started, oldest first; `released` names the GPU memory that is lent;
+    `ranks` counts the node's GPUs, its ranks in a process group.
     """
 
     version: str
@@ -83,6 +84,7 @@ class WeightsState:
     failures: int = 0
     last_seconds: float | None = None
     warning: str | None = None
+    ranks: int = 0
 
 
 @frozen(kw_only=True)

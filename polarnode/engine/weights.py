@@ -82,6 +82,11 @@ async def report_if_served(
             " their own"
         )
     if order.version == versions[-1] and recorded.digest == digest(order):
+        if not await _unchanged(recorded):
+            raise Conflict(
+                f"version {order.version!r} was served from files that have changed"
+                " since: give these weights a version and a folder of their own"
+            )
         return report_of(recorded, created=False)
     if order.version in versions or order.version != last.version or not await _unchanged(recorded):
         raise Conflict(
@@ -170,6 +175,8 @@ class Weights:
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
     _open: _Open | None = field(default=None, init=False)
     _updating: str | None = field(default=None, init=False)
+    # the last that was committed, for a commit whose answer was lost
+    _committed: tuple[str, WeightsReport] | None = field(default=None, init=False)
     _updates: int = field(default=0, init=False)
     _failures: int = field(default=0, init=False)
     _last: float | None = field(default=None, init=False)
@@ -215,8 +222,9 @@ class Weights:
     # ── an update of several requests ─────────────────────────────────────────
 
     async def open(self, order: UpdateOrder) -> UpdateOpened:
-        """Hold generation and take weights in pieces, until `commit` or `give_up`, or IDLE_S of
-        silence.
+        """Hold generation and take weights in pieces, until `commit` or `give_up`, or IDLE_S of silence.
+
+        An open update to the same version is given up: its trainer did not get an answer and begins again.
         """
         check(order)
         if isinstance(order.source, DiskSource):
@@ -225,6 +233,9 @@ class Weights:
         async with self._lock:
             if await report_if_served(self.journal, self.engines.versions, order) is not None:
                 raise Conflict(f"version {order.version!r} is served already")
+            if self._open is not None and self._open.order.version == order.version:
+                with trio.CancelScope(shield=True):
+                    await self._close(self._open)
             self.insist_free()
             with trio.CancelScope(shield=True):  # bounded by the steps' own bounds
                 await self._begin(order)
@@ -260,13 +271,17 @@ class Weights:
         held.buckets, held.last_seen = held.buckets + 1, trio.current_time()
 
     async def commit(self, update_id: str) -> WeightsReport:
-        """Serve the new weights once all buckets have arrived."""
+        """Serve the new weights once all buckets have arrived. Repeated, it gives the same answer."""
         async with self._lock:
+            if self._committed is not None and self._committed[0] == update_id:
+                return evolve(self._committed[1], created=False)
             held = self.opened(update_id)
             try:
-                return await self._commit(
+                report = await self._commit(
                     held.order, held.update, held.began, digest="", files="", buckets=held.buckets
                 )
+                self._committed = (update_id, report)
+                return report
             finally:
                 with trio.CancelScope(shield=True):
                     await self._close(held)
@@ -434,6 +449,7 @@ class Weights:
             failures=self._failures,
             last_seconds=self._last,
             warning=self.warning,
+            ranks=len(self.engines.restarts) * self.engines.ranks,
         )
 
 

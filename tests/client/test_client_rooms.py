@@ -15,14 +15,10 @@ from captures_kit import open_desk
 from client_kit import KINDS, here, open_client
 from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, answers
-from weights_kit import open_weights_plane
+from weights_kit import open_weights_plane, simulated_tiny
 
 from polarnode.client import ClientError
-from polarnode.engine.protocol import Simulation
-from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
-from polarnode.tokens.template import load_model
 
 
 @pytest.fixture(params=KINDS)
@@ -33,18 +29,9 @@ def kind(request: Any) -> str:
 # ── weights ───────────────────────────────────────────────────────────────────
 
 
-def simulated(folder: Path) -> EngineSettings:
-    model = load_model(TINY_MODEL)
-    fast = Simulation(tokens_per_s=100, first_token_s=0, prefill_tokens_per_s=0)
-    engine = Simulated(
-        simulation=fast, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
-    )
-    return EngineSettings(model_path=TINY_MODEL, device="cpu", gpus=(0,), state_dir=folder, simulated=engine)
-
-
 def test_weights_are_given_and_generation_is_held(kind: str, tmp_path: Path) -> None:
     with here() as node, ExitStack() as stack:
-        plane = node.open(open_weights_plane(simulated(tmp_path), tmp_path / "weights.sqlite"))
+        plane = node.open(open_weights_plane(simulated_tiny(tmp_path), tmp_path / "weights.sqlite"))
         client = stack.enter_context(open_client(kind, plane.node.url, token="secret", patience_s=5.0))
         assert (client.weights().version, client.weights().history) == ("0", ())
         report = client.update_weights("1", path=TINY_MODEL)
@@ -74,7 +61,7 @@ def test_weights_in_buckets_are_one_version_or_none(kind: str, tmp_path: Path) -
         raise ZeroDivisionError("of the trainer")
 
     with here() as node, ExitStack() as stack:
-        plane = node.open(open_weights_plane(simulated(tmp_path), tmp_path / "weights.sqlite"))
+        plane = node.open(open_weights_plane(simulated_tiny(tmp_path), tmp_path / "weights.sqlite"))
         client = stack.enter_context(open_client(kind, plane.node.url, token="secret", patience_s=5.0))
         report = client.push_weights("1", iter([bucket, bucket]), mode="retract")
         assert (report.version, report.source, report.created) == (

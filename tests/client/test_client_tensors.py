@@ -2,21 +2,27 @@
 engine.
 """
 
+import json
 import subprocess
 import sys
-import threading
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attrs import define, field
 from client_kit import here
 from engine_reference import Reference, settings, temporary
 from fakes_engine import joined, order, sample
-from weights_kit import free_port, open_weights_plane
+from safetensors.torch import load_file
+from weights_kit import open_weights_plane, simulated_tiny
 
-from polarnode.client import PolarnodeClient
-from polarnode.client.tensors import broadcast_buckets, buckets, open_group, parts, payload
+from polarnode.client import ClientError, PolarnodeClient, Unreachable, WeightsReport
+from polarnode.client.tensors import WeightsGroup, buckets, parts, payload, push_tensors, save_checkpoint
+from polarnode.core.errors import Refused
+from polarnode.engine.checkpoints import fingerprint, manifest
+from polarnode.node.config import TINY_MODEL
 
 __all__ = ["temporary"]  # a fixture, asked for by name
 pytestmark = pytest.mark.filterwarnings("default")  # torch and transformers warn of themselves
@@ -76,17 +82,119 @@ def test_an_engine_takes_them_by_handle_and_by_broadcast(tmp_path: Path, tempora
         )
         assert int(str(client.weights().history[0].source["buckets"])) > 2
         assert answers() == new.greedy(prompt, 8)
-        where: Any = {"address": "127.0.0.1", "port": free_port(), "world_size": 2, "backend": "gloo"}
-        joining = threading.Thread(target=lambda: client.join_weights_group(**where))
-        joining.start()
-        group = open_group(**where)
-        joining.join()
-        sent = broadcast_buckets(weights_of(old), group, bucket_bytes=200_000)
-        assert (
-            client.push_weights("2", sent, kind="distributed", group="weights", mode="retract").version == "2"
-        )
+        group = WeightsGroup("127.0.0.1", backend="gloo")
+        sending: Any = {
+            "transport": "distributed",
+            "group": group,
+            "mode": "retract",
+            "bucket_bytes": 200_000,
+        }
+        assert push_tensors(client, "2", weights_of(old), **sending).version == "2"
         assert answers() == old.greedy(prompt, 8)
-        client.leave_weights_group()
+        client.leave_weights_group()  # as after a restart of an engine: the group is joined again
+        assert push_tensors(client, "3", new.model.state_dict(), **sending).version == "3"
+        assert answers() == new.greedy(prompt, 8)
+        group.leave(client)
+        assert push_tensors(client, "4", old.model.state_dict(), transport="tensor", mode="retract").created
+        assert answers() == old.greedy(prompt, 8)
+        on_disk: Any = {"folder": tmp_path / "steps", "model": old.path, "mode": "retract"}
+        served = push_tensors(client, "5", new.model.state_dict(), **on_disk)
+        assert served.source == {"kind": "disk", "path": str(tmp_path / "steps" / "5")}
+        assert answers() == new.greedy(prompt, 8)
+
+
+# ── checkpoints ────────────────────────────────────────────────────────────────
+
+
+def tiny() -> "dict[str, torch.Tensor]":
+    """The tensors of the project's model, as a trainer holds them: in another type, the head
+    beside the embedding.
+    """
+    named: dict[str, torch.Tensor] = {}
+    for file in TINY_MODEL.glob("*.safetensors"):
+        named |= {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    return {**named, "lm_head.weight": named["model.embed_tokens.weight"]}
+
+
+def test_a_checkpoint_is_written_whole_and_never_over_another(tmp_path: Path) -> None:
+    named = tiny()
+    (tmp_path / ".writing-of-a-trainer-that-was-killed").mkdir()
+    path, created = save_checkpoint(tmp_path, "a/7", named, model=TINY_MODEL, file_bytes=100_000)
+    assert (path, created) == (tmp_path / "a_7", True)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a_7"]
+    assert len(list(path.glob("*.safetensors"))) > 2
+    found, model = manifest(path), manifest(TINY_MODEL)
+    assert found == model  # its types, and no second copy of what is tied
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    for name, file in index.items():
+        assert torch.equal(load_file(path / file)[name].bfloat16(), named[name])
+    for file in ("config.json", "tokenizer.json"):
+        assert (path / file).read_bytes() == (TINY_MODEL / file).read_bytes()
+    before = fingerprint(path)
+    again = save_checkpoint(tmp_path, "a/7", iter(named.items()), model=TINY_MODEL, file_bytes=100_000)
+    assert (again, fingerprint(path)) == ((path, False), before)
+    named["model.norm.weight"] = named["model.norm.weight"] + 1
+    other, created = save_checkpoint(tmp_path, "a/7", named, model=TINY_MODEL)
+    assert (other.name, created, fingerprint(path)) == ("a_7-2", True, before)
+    with pytest.raises(Refused, match="give model="):
+        save_checkpoint(tmp_path, "8", named, model=tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a_7", "a_7-2"]
+
+
+def test_each_step_is_served_from_a_folder_and_the_last_few_stay(tmp_path: Path) -> None:
+    """A version of other weights is the node's 409, and leaves no folder; the same weights are no update."""
+    named, folder = tiny(), tmp_path / "steps"
+    with here() as node:
+        plane = node.open(open_weights_plane(simulated_tiny(tmp_path), tmp_path / "journal"))
+        client = PolarnodeClient(plane.node.url, token="secret")
+        (folder / "mine").mkdir(parents=True)
+        for version in "1234":
+            report = push_tensors(client, version, named, folder=folder, model=TINY_MODEL, keep=2)
+            assert (report.created, report.source["path"]) == (True, str(folder / version))
+        assert push_tensors(client, "4", named, folder=folder, model=TINY_MODEL).created is False
+        other = {**named, "model.norm.weight": named["model.norm.weight"] + 1}
+        with pytest.raises(ClientError) as refused:
+            push_tensors(client, "4", other, folder=folder, model=TINY_MODEL)
+        assert refused.value.status == 409
+        assert sorted(each.name for each in folder.iterdir()) == ["3", "4", "mine"]
+        with pytest.raises(Refused, match="give folder="):
+            push_tensors(client, "5", named)
+        with pytest.raises(Refused, match="group=WeightsGroup"):
+            push_tensors(client, "5", named, transport="distributed")
+
+
+@pytest.mark.parametrize(
+    ("fails", "repeatable", "version"), [(0, True, "1"), (1, True, "1"), (1, False, None)]
+)
+def test_a_push_is_repeated_if_its_tensors_can_be_sent_again(
+    fails: int, repeatable: bool, version: str | None
+) -> None:
+    """`fails`: how many buckets are taken before the connection breaks."""
+    named = [(name, torch.zeros(8)) for name in "ab"]
+    client = Breaking(fails)
+    given: Any = named if repeatable else iter(named)
+    if version is None:
+        with pytest.raises(Unreachable):
+            push_tensors(client, "1", given, transport="tensor", bucket_bytes=1)  # type: ignore[arg-type]
+    else:
+        push_tensors(client, "1", given, transport="tensor", bucket_bytes=1)  # type: ignore[arg-type]
+    assert client.taken == ([fails, 2] if version else [fails])
+
+
+@define
+class Breaking:
+    """A client whose first push breaks after so many buckets."""
+
+    fails: int
+    patience_s: float = 60.0
+    taken: list[int] = field(factory=list)
+
+    def push_weights(self, version: str, sent: Any, *, mode: str) -> WeightsReport:
+        if not self.taken:
+            self.taken.append(len(list(islice(sent, self.fails))))
+            raise Unreachable("cut")
+        self.taken.append(len(list(sent)))
+        return WeightsReport(version=version, mode="in_place", source={}, seconds=0.0)
 
 
 def weights_of(reference: Reference) -> "list[tuple[str, torch.Tensor]]":

@@ -5,6 +5,7 @@ the one before.
 import base64
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -179,9 +180,37 @@ async def test_an_update_of_several_requests(model: LoadedModel, tmp_path: Path)
                 f"{where}/buckets", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
             )
         ).status == 400
-        assert (await plane.node.call("POST", f"{where}/commit")).status == 201
+        done = await plane.node.call("POST", f"{where}/commit")
+        assert done.status == 201
         assert (await sample(plane.engines, order([1])))[-1].version_spans[0].version == "1"
-        assert (await plane.node.call("POST", f"{where}/commit")).status == 409
+        again = await plane.node.call("POST", f"{where}/commit")
+        assert (again.status, again.json()) == (200, done.json() | {"created": False})
+        assert (await plane.node.call("POST", "/v1/weights/updates/other/commit")).status == 409
+
+
+async def test_an_update_begun_again_replaces_the_one_whose_trainer_got_no_answer(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    async with opened(model, tmp_path) as plane:
+        first, second = [
+            (await plane.node.post("/v1/weights/updates", tensors("1", [GOOD]))).json()["update_id"]
+            for _ in range(2)
+        ]
+        lost = f"/v1/weights/updates/{first}/buckets"
+        assert (await plane.node.post(lost, {"payloads": [GOOD]})).status == 409
+        done = await plane.node.call("POST", f"/v1/weights/updates/{second}/commit")
+        assert (done.status, done.json()["source"]["buckets"]) == (201, "1")
+
+
+async def test_a_folder_written_again_is_not_the_version_it_was(model: LoadedModel, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    shutil.copytree(TINY_MODEL, folder)
+    async with opened(model, tmp_path, hosts=1) as plane:
+        assert (await plane.node.post("/v1/weights", new("1", folder))).status == 201
+        assert (await plane.node.post("/v1/weights", new("1", folder))).status == 200
+        os.utime(folder / "config.json", (1, 1))
+        refused = await plane.node.post("/v1/weights", new("1", folder))
+        assert (refused.status, "have changed" in refused.text) == (409, True)
 
 
 async def test_an_update_is_given_up_by_its_trainer_or_for_its_silence(

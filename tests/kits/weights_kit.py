@@ -20,10 +20,14 @@ from polarnode.api.routes import WeightsRoutes
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
-from polarnode.engine.settings import EngineSettings
+from polarnode.engine.protocol import Simulation
+from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.engine.weights import Weights, open_weights
 from polarnode.http.server import Address, open_server
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.node.config import TINY_MODEL
+from polarnode.node.opening import simulated_marks
+from polarnode.tokens.template import load_model
 
 TRAINER = Path(__file__).with_name("weights_trainer.py")
 
@@ -62,6 +66,16 @@ async def open_weights_plane(
         app = create_app(TaskTaker(journal=journal), token="secret", extensions=[Extension(rows=tuple(rows))])
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             yield Plane(Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal)
+
+
+def simulated_tiny(folder: Path) -> EngineSettings:
+    """A fast engine of random answers over the project's model."""
+    model = load_model(TINY_MODEL)
+    fast = Simulation(tokens_per_s=100, first_token_s=0, prefill_tokens_per_s=0)
+    engine = Simulated(
+        simulation=fast, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
+    )
+    return EngineSettings(model_path=TINY_MODEL, device="cpu", gpus=(0,), state_dir=folder, simulated=engine)
 
 
 def free_port() -> int:
