@@ -7,7 +7,6 @@ none is made from our code.
 
 from typing import Any, Literal
 
-import msgpack  # type: ignore[import-untyped]
 import msgspec
 import pytest
 from attrs import evolve
@@ -186,14 +185,12 @@ class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True):
 
 @pytest.mark.parametrize("advantage", [None, 0.5])
 @pytest.mark.parametrize("session", [SESSION, two_rows()])
-def test_prime_rl_reads_what_is_on_the_wire(session: Trajectory, advantage: float | None) -> None:
-    """Decoded by msgspec, strictly, into a struct of the same fields in the same order; and encoded again to
-    the same bytes.
+def test_prime_rl_makes_its_struct_of_a_samples_values(session: Trajectory, advantage: float | None) -> None:
+    """Converted by msgspec, strictly, into a struct of the same fields in the same order: what `prepare_batch`
+    takes in prime-rl's environment (PrimeIntellect-ai/prime-rl 559b44772, transports/rollouts/types.py).
     """
     for sample in prime_rl.training_samples(session, env_name="swe", advantage=advantage):
-        sent = msgpack.packb(prime_rl.on_the_wire(sample))
-        found = msgspec.msgpack.decode(sent, type=TrainingSample)
-        assert msgspec.msgpack.encode(found) == sent
+        found = msgspec.convert(prime_rl.values(sample), TrainingSample)
         assert found.env_name == "swe"
         length = len(found.token_ids)
         assert len(found.mask) == len(found.logprobs) == len(found.temperatures) == length
@@ -211,9 +208,7 @@ def test_prime_rl_fields_lie_in_the_order_of_the_struct() -> None:
         name: [float(place)]
         for place, name in enumerate(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"))
     }
-    found = msgspec.msgpack.decode(
-        msgpack.packb(prime_rl.on_the_wire(filled | {"mm_token_type_ids": [9]})), type=TrainingSample
-    )
+    found = msgspec.convert(prime_rl.values(filled | {"mm_token_type_ids": [9]}), TrainingSample)
     assert [found.ref_logprobs, found.rl_weights, found.ce_weights, found.ref_kl_weights] == [
         [0.0],
         [1.0],
@@ -332,7 +327,24 @@ def test_the_rows_of_an_areal_rollout_are_padded_with_what_is_nothing() -> None:
     assert batch["versions"][2] == [-1, -1, -1, 8, -1, -1, -1, -1, -1, -1]
     assert batch["attention_mask"][1] == [True] * 4 + [False] * 6
     assert [len(each) for each in batch["logprobs"]] == [10, 10, 10]
-    assert batch["rewards"] == [1.0, 1.0, 1.0]
+    assert batch["rewards"] == batch["original_rewards"] == [1.0, 1.0, 1.0]
+    # the turn of each trained token, which `gae_timestep_unit: turn` needs
+    assert batch["turn_ids"][0] == [-1, -1, -1, 0, 0, -1, -1, 1, 1, 1]
+    assert batch["turn_ids"][2] == [-1, -1, -1, 0, -1, -1, -1, -1, -1, -1]
+
+
+def test_areal_rewards_are_compared_by_session_not_by_row() -> None:
+    """Rewards 1, 0 and 0 of sessions with 2 rows, 1 and 1: over rows their mean would be 1/2."""
+    group = group_of(two_rows(), one_row(sample_index=1, reward=0.0), one_row(sample_index=2, reward=0.0))
+    batch: Any = areal.rollout(group, estimator="grpo_without_std")
+    assert batch["rewards"] == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+    assert batch["original_rewards"] == [1.0, 1.0, 0.0, 0.0]
+    apart = group_of(two_rows(lineage_rewards={1: 0.5}), one_row(sample_index=1, reward=0.0))
+    batch = areal.rollout(apart, estimator="grpo_without_std")
+    assert batch["rewards"] == [0.5, 0.0, -0.5]  # the second lineage's own reward against the same baseline
+    assert batch["original_rewards"] == [1.0, 0.5, 0.0]
+    with pytest.raises(Refused, match="compares the sessions of a Group"):
+        areal.rollout([SESSION], estimator="grpo")
 
 
 def test_what_stands_in_for_a_session_is_never_trained() -> None:
@@ -353,6 +365,21 @@ def test_skyrl_refuses_what_it_would_give_to_other_rows() -> None:
     output = skyrl.generator_output([SESSION, two_rows(sample_index=1)], experts=False)
     assert (output["is_last_step"], output["rollout_expert_indices"]) == ([True, False, True], None)
     assert output["trajectory_generation_times"] == [9.0, 9.0, 9.0]
+
+
+def test_atropos_takes_no_group_that_its_api_would_keep_for_ever() -> None:
+    pair = [SESSION, one_row(sample_index=1)]
+    with pytest.raises(Refused, match="env_id needs group_size="):
+        atropos.scored_data(pair, env_id=0)
+    with pytest.raises(Refused, match="the group has 2 sequences and its environment registered 4"):
+        atropos.scored_data(pair, env_id=0, group_size=4)
+    assert atropos.scored_data(pair, env_id=0, group_size=2)["env_id"] == 0
+
+
+def test_atropos_takes_no_session_of_several_rows_without_advantages() -> None:
+    with pytest.raises(Refused, match="session s1 has 2 rows, and Atropos compares the scores of sequences"):
+        atropos.scored_data([SESSION, two_rows(sample_index=1)])
+    assert len(atropos.scored_data([two_rows()], advantages={"s0": 0.5})["tokens"]) == 2
 
 
 def test_atropos_wants_an_advantage_for_each_session_or_none() -> None:
