@@ -11,21 +11,20 @@ transformers or torch before it is used.
 import json
 import logging
 import queue
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import anyio
 import anyio.from_thread
 from attrs import define, field
 
 from polarnode.client import PolarnodeClient
-from polarnode.client.tensors import buckets
+from polarnode.client.tensors import Transport, WeightsGroup, pairs, push_tensors
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
@@ -61,21 +60,36 @@ BEAT_S: Final = (
 
 @define(kw_only=True)
 class Weights:
-    """Serves a trainer's weights on a node, each under a new version.
+    """Serves a trainer's weights on a node, each under a new version, as `push_tensors` does.
 
-    `folder`: checkpoints are written below it and read by the node, which must see it under the same absolute
-    path; the last one is kept, because a node that restarts reads it again. None sends handles of the tensors
-    instead, for a trainer on the node's machine: no disk, but a node that restarts waits for the next push.
-    `dtype` ("bfloat16" …) is what tensors are cast to: the node takes those of its own checkpoint only.
+    * `transport`: "disk" writes checkpoints below `folder`, which the node must see under the same absolute
+      path; "tensor" sends handles, for a trainer on the node's machine; "distributed" broadcasts from
+      `address`, this machine's as the node reaches it.
+    * `model`: the checkpoint that training began with: a folder, or a name in the local cache of the hub.
+    * `dtype` ("bfloat16" …): what floating-point tensors are cast to. The node takes those of its own
+      checkpoint alone; "disk" casts to it by itself.
     """
 
     settings: PluginSettings
-    folder: Path | None
+    transport: Transport = "disk"
+    folder: Path | None = None
+    model: str | None = None
+    address: str | None = None
     dtype: str | None = None
     mode: UpdateMode = "in_place"
     # versions name one set of weights for ever: a run that is repeated needs names of its own
     mark: str = field(factory=lambda: token_hex(4), init=False)
-    _last: Path | None = field(default=None, init=False)
+    _group: WeightsGroup | None = field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        if self.transport not in get_args(Transport):
+            raise Refused(f"weights={self.transport!r}: use disk, tensor or distributed", path="$.weights")
+        if self.transport == "distributed":
+            if self.address is None:
+                raise Refused(
+                    "weights='distributed' broadcasts from this machine: give its address", path="$.address"
+                )
+            self._group = WeightsGroup(self.address)
 
     def version(self, number: int) -> str:
         return f"{self.settings.run}-{self.mark}-{number}"
@@ -85,26 +99,22 @@ class Weights:
         begin, _, number = version.rpartition("-")
         return int(number) if begin == f"{self.settings.run}-{self.mark}" else 0
 
-    def push(self, number: int, model: Any, state: Mapping[str, Any] | None = None) -> None:
-        """Serve a model under this number; `state` are its whole tensors by name, its own if None. Returns
-        when they are served.
+    def push(self, number: int, named: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Serve these tensors under this number; pairs may be made while they are sent. Returns when they
+        are served.
         """
-        whole = model.state_dict() if state is None else state
-        cast = {name: self._cast(tensor) for name, tensor in whole.items()}
-        if self.folder is None:
-            self.send(number, _untied(model, cast))
-            return
-        folder = (self.folder / self.version(number)).absolute()
-        model.save_pretrained(folder, state_dict=cast)
-        self._client().update_weights(self.version(number), path=folder, mode=self.mode)
-        if self._last is not None:
-            shutil.rmtree(self._last, ignore_errors=True)
-        self._last = folder
-
-    def send(self, number: int, named: Iterable[tuple[str, Any]]) -> None:
-        """Serve tensors by handle, made while they are sent. The trainer must be on the node's machine."""
-        pairs = ((name, self._cast(tensor)) for name, tensor in named)
-        self._client().push_weights(self.version(number), buckets(pairs), mode=self.mode)
+        given = self.settings
+        cast = ((name, self._cast(tensor)) for name, tensor in pairs(named))
+        push_tensors(
+            PolarnodeClient(given.url, token=given.token, patience_s=given.patience_s),
+            self.version(number),
+            dict(cast) if isinstance(named, Mapping) else cast,
+            transport=self.transport,
+            folder=self.folder,
+            model=_checkpoint(self.model) if self.transport == "disk" else None,
+            group=self._group,
+            mode=self.mode,
+        )
 
     def _cast(self, tensor: Any) -> Any:
         import torch
@@ -112,16 +122,19 @@ class Weights:
         same = self.dtype is None or not tensor.is_floating_point()
         return tensor if same else tensor.to(getattr(torch, self.dtype or ""))
 
-    def _client(self) -> PolarnodeClient:
-        given = self.settings
-        return PolarnodeClient(given.url, token=given.token, patience_s=given.patience_s)
 
+def _checkpoint(model: str | None) -> str:
+    """The folder of a model that is named as transformers names it."""
+    if model is None:
+        raise Refused(
+            "weights='disk' needs the checkpoint that training began with: give model=", path="$.model"
+        )
+    if Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
 
-def _untied(model: Any, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The tensors that a checkpoint has: of tied ones the first alone."""
-    named = model.named_parameters
-    again = {name for name, _ in named(remove_duplicate=False)} - {name for name, _ in named()}
-    return ((name, tensor) for name, tensor in state.items() if name not in again)
+    found: str = snapshot_download(model, local_files_only=True)
+    return found
 
 
 # ── GRPOTrainer ───────────────────────────────────────────────────────────────
@@ -134,8 +147,8 @@ class PolarnodeRollout:
     * `url`, `token`, `task` (a task file, or a mapping), `run`: the node and what all tasks have in common;
       POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN if not given. A row of the dataset may
       add to its task in a column `polarnode`; its prompt is the instruction.
-    * `weights`: "disk" writes a checkpoint below `folder` (the trainer's output_dir if not given) for each
-      rollout; "tensor" sends handles, for a node on this machine; "none" pushes nothing.
+    * `weights`, `folder` (below the trainer's output_dir if not given), `model` (the trainer's), `address`,
+      `dtype`: how weights get to the node, see `Weights`; "none" pushes nothing.
     * `several`: of a session with several rows train the "last" of the main agent, or "refuse" it.
     * `importance_sampling`: let TRL weigh tokens by its own probability over the recorded one, with its
       `vllm_importance_sampling_*` settings. It reads them for its own vLLM only, so this sets the attributes
@@ -149,20 +162,28 @@ class PolarnodeRollout:
         token: str | None = None,
         task: str | Path | Mapping[str, Any] | None = None,
         run: str | None = None,
-        weights: str = "disk",
+        weights: Transport | Literal["none"] = "disk",
         folder: str | Path | None = None,
+        model: str | None = None,
+        address: str | None = None,
         dtype: str | None = None,
         several: Several = "last",
         importance_sampling: bool = False,
     ) -> None:
-        if weights not in ("disk", "tensor", "none"):
-            raise Refused(f"weights={weights!r}: use disk, tensor or none", path="$.weights")
-        given = {"url": url, "token": token, "task": task, "run": run}
-        self.settings = plugin_settings(given)
+        self.settings = plugin_settings({"url": url, "token": token, "task": task, "run": run})
         self.several = several
+        self.weights = None
+        if weights != "none":
+            where = None if folder is None else Path(folder)
+            self.weights = Weights(
+                settings=self.settings,
+                transport=weights,
+                folder=where,
+                model=model,
+                address=address,
+                dtype=dtype,
+            )
         self._importance_sampling = importance_sampling
-        self._how, self._folder, self._dtype = weights, folder, dtype
-        self._weights: Weights | None = None
         self._pushed: int | None = None
         self._columns: _Columns | None = None
 
@@ -181,31 +202,29 @@ class PolarnodeRollout:
         it.
         """
         step = trainer.state.global_step
-        if self._how == "none" or step == self._pushed:
+        if self.weights is None or step == self._pushed:
             return
         # gathers shards of FSDP and of DeepSpeed's stage 3, and raises if they cannot be gathered
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
-            if self._weights is None:
-                folder = Path(self._folder or Path(trainer.args.output_dir) / FOLDER)
-                self._weights = Weights(
-                    settings=self.settings, folder=folder if self._how == "disk" else None, dtype=self._dtype
-                )
-            self._weights.push(step, trainer.accelerator.unwrap_model(trainer.model_wrapped), state)
+            self.weights.push(step, state)
         trainer.accelerator.wait_for_everyone()  # nobody samples before the weights are served
         self._pushed = step
 
     def _begin(self, trainer: Any) -> None:
         """Refuse what cannot be right, before anything is sampled."""
-        if self._how != "none" and hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
-            raise Refused(
-                "this trainer trains an adapter, and a node takes whole weights: leave peft_config out, or"
-                " merge and push them yourself and pass weights='none'",
-                path="$.weights",
-            )
-        self._columns = _Columns((trainer.train_dataset, trainer.eval_dataset))
-        if self._how != "none":
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if self.weights is not None:
+            if hasattr(model, "peft_config"):
+                raise Refused(
+                    "this trainer trains an adapter, and a node takes whole weights: leave peft_config out,"
+                    " or merge and push them yourself and pass weights='none'",
+                    path="$.weights",
+                )
+            self.weights.folder = self.weights.folder or Path(trainer.args.output_dir, FOLDER)
+            self.weights.model = self.weights.model or model.config.name_or_path
             trainer.add_callback(_last_push(self, trainer))
+        self._columns = _Columns((trainer.train_dataset, trainer.eval_dataset))
         if self._importance_sampling:
             _read_recorded_logprobs(trainer)
 
@@ -284,23 +303,12 @@ def _read_recorded_logprobs(trainer: Any) -> None:
 
 
 class NodeWeights:
-    """The `weight_transfer` of an AsyncGRPOTrainer: tensors go to the node as TRL streams them.
-
-    By handle, so the trainer's main process must be on the node's machine. `mode`: what happens to turns in
-    progress. Versions are counted as TRL counts its `model_version`.
+    """The `weight_transfer` of an AsyncGRPOTrainer: tensors go to the node as TRL gathers them. Versions are
+    counted as TRL counts its `model_version`.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str | None = None,
-        token: str | None = None,
-        run: str | None = None,
-        dtype: str | None = None,
-        mode: UpdateMode = "in_place",
-    ) -> None:
-        settings = plugin_settings({"url": url, "token": token, "run": run})
-        self.weights = Weights(settings=settings, folder=None, dtype=dtype, mode=mode)
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
         self.sent = 0
 
     def init_weight_transfer(self) -> None:
@@ -310,7 +318,7 @@ class NodeWeights:
         """The update holds generation itself, for as long as it must."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        self.weights.send(self.sent + 1, iterator)
+        self.weights.push(self.sent + 1, iterator)
         self.sent += 1
 
     def resume(self) -> None:
@@ -326,7 +334,8 @@ class NodeWorker:
     Every row of a session is trained once, with the advantage of its session (or of its lineage, if that has
     a reward of its own). A session that is not usable gives none. `dataset`: rows as for PolarnodeRollout;
     they are repeated for ever. `samples`: sessions of a group. `groups`: how many are in progress at once.
-    `estimator`: "grpo" is TRL's. Pass its `weights` as the trainer's `weight_transfer`.
+    `estimator`: "grpo" is TRL's. How weights get to the node: see `Weights`; pass `weight_transfer` to the
+    trainer too.
     """
 
     def __init__(
@@ -340,11 +349,25 @@ class NodeWorker:
         task: str | Path | Mapping[str, Any] | None = None,
         run: str | None = None,
         temperature: float = 1.0,
-        dtype: str | None = None,
         estimator: Estimator = "grpo",
+        weights: Transport = "tensor",
+        folder: str | Path | None = None,
+        model: str | None = None,
+        address: str | None = None,
+        dtype: str | None = None,
+        mode: UpdateMode = "in_place",
     ) -> None:
         self.settings = plugin_settings({"url": url, "token": token, "task": task, "run": run})
-        self.weights = NodeWeights(url=url, token=token, run=run, dtype=dtype)
+        self.weights = Weights(
+            settings=self.settings,
+            transport=weights,
+            folder=None if folder is None else Path(folder),
+            model=model,
+            address=address,
+            dtype=dtype,
+            mode=mode,
+        )
+        self.weight_transfer = NodeWeights(self.weights)
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._dataset, self._samples, self._groups = dataset, samples, groups
@@ -397,7 +420,7 @@ class NodeWorker:
     ) -> None:
         spec = task_of(self.settings, row, samples=self._samples, sampling=self._sampling)
         group = await rollouts.group(spec)
-        for sample in samples_of(group, number, self.weights.weights, self._estimator, prompt=row["prompt"]):
+        for sample in samples_of(group, number, self.weights, self._estimator, prompt=row["prompt"]):
             self.rollout_buffer.put_nowait(sample)
         unusable = sum(not member.usable for member in group.members) / max(len(group.members), 1)
         self.metrics_queue.put_nowait({"polarnode/unusable": unusable})

@@ -55,10 +55,9 @@ def test_after_a_step_the_next_samples_come_from_the_new_weights(trained: Any) -
     assert not trained["frozen"]["served_at_the_end"]
 
 
-def test_weights_are_pushed_once_a_rollout_and_only_the_last_are_kept(trained: Any) -> None:
+def test_weights_are_pushed_once_a_rollout(trained: Any) -> None:
     """Four optimizer steps, two on each rollout: steps 0, 2 and 4 are served."""
-    [kept] = trained["stock"]["folders"]
-    assert kept.endswith("-4")
+    assert [name.rpartition("-")[2] for name in trained["stock"]["folders"]] == ["0", "2", "4"]
 
 
 def test_a_rows_column_is_its_task_and_a_group_is_one_task(trained: Any) -> None:
@@ -109,8 +108,9 @@ def test_a_worker_that_failed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer_of(dataset: Any, **more: Any) -> Any:
-    model = more.pop("model", SimpleNamespace(training=True))
+    model = more.pop("model", SimpleNamespace(training=True, config=SimpleNamespace(name_or_path="tiny")))
     accelerator = SimpleNamespace(unwrap_model=lambda each: each)
+    more |= {"add_callback": lambda _: None, "args": SimpleNamespace(output_dir="out")}
     return SimpleNamespace(
         train_dataset=dataset, eval_dataset=None, model=model, accelerator=accelerator, **more
     )
@@ -147,8 +147,12 @@ def test_an_adapter_is_refused_before_anything_is_sampled() -> None:
 
 
 def test_a_way_to_push_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(Refused, match="disk, tensor or none"):
-        PolarnodeRollout(task=TASK, weights="nccl")
+    with pytest.raises(Refused, match="disk, tensor or distributed"):
+        PolarnodeRollout(task=TASK, weights="nccl")  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="give its address"):
+        PolarnodeRollout(task=TASK, weights="distributed")
+    with pytest.raises(Refused, match="give model="):
+        Weights(settings=PluginSettings()).push(0, [])
 
 
 def test_the_reward_function_passes_what_the_node_gave() -> None:
@@ -162,7 +166,7 @@ def test_the_reward_function_passes_what_the_node_gave() -> None:
 
 
 def test_versions_of_two_runs_have_different_names_and_count_alike() -> None:
-    one, other = (Weights(settings=PluginSettings(run="r"), folder=None) for _ in range(2))
+    one, other = (Weights(settings=PluginSettings(run="r")) for _ in range(2))
     assert one.version(3) != other.version(3)
     assert (one.number(one.version(3)), one.number("0"), one.number(other.version(3))) == (3, 0, 0)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from trainers_kit import group_of, make_turn, no_row, publish
 
+from polarnode.client import tensors
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups import Group
 from polarnode.integrations import trl as plugin
@@ -39,6 +40,8 @@ class StandIn:
 
     def update_weights(self, version: str, *, path: Path, mode: str) -> None:
         self.model, self.version = self.load(path), version
+
+    patience_s = 0.0
 
     def push_weights(self, version: str, named: Any, *, mode: str) -> None:
         self.model.load_state_dict({name: tensor.clone() for name, tensor in named.items()}, strict=False)
@@ -143,7 +146,7 @@ def asynchronous(model: str, folder: str) -> Any:
     node = StandIn(model)
     worker = plugin.NodeWorker([{"prompt": "do it"}], samples=4, groups=1, task={"harness": {"name": "pi"}})
     plugin.PolarnodeClient = lambda *_, **__: node  # type: ignore[assignment, misc]
-    plugin.buckets = dict  # type: ignore[assignment]
+    tensors.buckets = lambda named, **_: dict(named)  # type: ignore[assignment]
 
     class Rollouts:
         def __init__(self, settings: Any) -> None:
@@ -164,7 +167,7 @@ def asynchronous(model: str, folder: str) -> Any:
         processing_class=AutoTokenizer.from_pretrained(model),
         train_dataset=[{"prompt": "do it"}],
         rollout_worker=worker,
-        weight_transfer=worker.weights,
+        weight_transfer=worker.weight_transfer,
         args=AsyncGRPOConfig(
             output_dir=folder, use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=4, gradient_accumulation_steps=1, max_steps=3,
             learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=1, token_budget=-1, disable_tqdm=True, save_strategy="no",
@@ -180,7 +183,7 @@ def asynchronous(model: str, folder: str) -> Any:
 
     trainer.compute_loss = watched
     trainer.train()
-    return {"log": trainer.state.log_history, "seen": seen, "sent": worker.weights.sent}
+    return {"log": trainer.state.log_history, "seen": seen, "sent": worker.weight_transfer.sent}
 
 
 class Attention:

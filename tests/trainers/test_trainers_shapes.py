@@ -356,6 +356,34 @@ def test_what_stands_in_for_a_session_is_never_trained() -> None:
     assert output["is_last_step"] is None
 
 
+def test_a_rollout_of_a_group_has_a_place_for_every_member() -> None:
+    """One row, none, and two of which the main agent's is kept, with its own reward."""
+    two = two_rows(sample_index=2, lineage_rewards={1: 0.25}, reward=0.5)
+    lost = no_row(sample_index=1)
+    group = group_of(SESSION, two, lost=[lost])
+    output = trl.rollout_members(group, absent=Absent(token_id=9))
+    assert output["reward"] == [1.0, 0.25, None]
+    assert output["completion_ids"][1:] == [[40], [9]]
+    assert output["env_mask"][1:] == [[1], [0]]
+    assert (output["rows_left_out"], output["unusable"]) == ([0, 1, 0], [0, 0, 1])
+    assert output["session_id"] == ["s0", "s2", "s1"]
+    first, second = two.traces
+    beside = evolve(two, traces=(first, evolve(second, role="subagent")))
+    kept = trl.rollout_members(group_of(beside), absent=Absent(token_id=9))
+    assert (kept["completion_ids"], kept["reward"]) == ([[20, 21]], [0.5])
+    with pytest.raises(Refused, match="has 2 rows"):
+        trl.rollout_members(group_of(beside), absent=Absent(token_id=9), several="refuse")
+    dropped = trl.rollout_members(evolve(group_of(SESSION), state="dropped"), absent=Absent(token_id=9))
+    assert (dropped["reward"], dropped["env_mask"]) == ([None], [[0]])
+
+
+def test_rows_of_a_session_can_have_advantages_of_their_own() -> None:
+    samples = trl.rollout_samples(two_rows(), advantage=[0.5, -0.5], group_id=1)
+    assert [each["advantage"] for each in samples] == [0.5, -0.5]
+    with pytest.raises(Refused, match="1 advantages were given for the 2 rows"):
+        trl.rollout_samples(two_rows(), advantage=[0.5], group_id=1)
+
+
 def test_skyrl_refuses_what_it_would_give_to_other_rows() -> None:
     apart = two_rows(lineage_rewards={1: 0.0})
     with pytest.raises(Refused, match="have different rewards"):
