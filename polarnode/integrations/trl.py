@@ -256,8 +256,8 @@ def node_reward(
     TRL's log gets the fraction of such sessions, and the rows per session for which it has no room.
     """
     if log_metric is not None:
-        log_metric("polarnode/unusable", sum(unusable) / len(unusable))
-        log_metric("polarnode/rows_left_out", sum(rows_left_out) / len(rows_left_out))
+        log_metric("node/unusable", sum(unusable) / len(unusable))
+        log_metric("node/rows_left_out", sum(rows_left_out) / len(rows_left_out))
     return list(reward)
 
 
@@ -423,7 +423,7 @@ class NodeWorker:
         for sample in samples_of(group, number, self.weights, self._estimator, prompt=row["prompt"]):
             self.rollout_buffer.put_nowait(sample)
         unusable = sum(not member.usable for member in group.members) / max(len(group.members), 1)
-        self.metrics_queue.put_nowait({"polarnode/unusable": unusable})
+        self.metrics_queue.put_nowait({"node/unusable": unusable})
         # TRL takes rows in another thread and signals nothing; what waits for it grows stale
         while self.rollout_buffer.qsize() > self._groups * self._samples:  # noqa: ASYNC110
             await anyio.sleep(BEAT_S)

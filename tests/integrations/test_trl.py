@@ -68,8 +68,8 @@ def test_a_rows_column_is_its_task_and_a_group_is_one_task(trained: Any) -> None
 
 def test_a_lost_session_is_no_reward_of_0_and_rows_left_out_are_logged(trained: Any) -> None:
     lines = [line for line in trained["stock"]["log"] if "reward" in line]
-    assert {line["polarnode/unusable"] for line in lines} == {0.25}
-    assert {line["polarnode/rows_left_out"] for line in lines} == {0.25}
+    assert {line["node/unusable"] for line in lines} == {0.25}
+    assert {line["node/rows_left_out"] for line in lines} == {0.25}
     assert all(line["grad_norm"] > 0 for line in trained["stock"]["log"] if "grad_norm" in line)
 
 
@@ -87,7 +87,7 @@ def test_async_grpo_trains_every_row_of_usable_sessions_once(trained: Any) -> No
         assert all(logprob < 0 for logprob in each["old_log_probs"])
     first = next(line for line in found["log"] if "ratio" in line)
     assert first["ratio"] == pytest.approx(1, abs=1e-4)
-    assert first["polarnode/unusable"] == 0.25
+    assert first["node/unusable"] == 0.25
     assert found["sent"] == 4  # before the first rollout, and after each step
 
 
@@ -162,7 +162,7 @@ def test_the_reward_function_passes_what_the_node_gave() -> None:
         log_metric=logged.__setitem__,
     )  # fmt: skip
     assert found == [0.5, None, 1.0]
-    assert logged == {"polarnode/unusable": 1 / 3, "polarnode/rows_left_out": 1.0}
+    assert logged == {"node/unusable": 1 / 3, "node/rows_left_out": 1.0}
 
 
 def test_versions_of_two_runs_have_different_names_and_count_alike() -> None:
