@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER: Final = "polarnode-weights"  # below the trainer's output_dir
 PROMPT_BYTES: Final = 200  # of a prompt in an error message
+# methods of a tensor by its type's name: torch itself is the trainer's
+CASTS: Final = {"bfloat16": "bfloat16", "float16": "half", "float32": "float"}
 BEAT_S: Final = (
     1.0  # how often a worker shows that its loop runs, and looks whether the trainer has taken rows
 )
@@ -84,6 +86,8 @@ class Weights:
     def __attrs_post_init__(self) -> None:
         if self.transport not in get_args(Transport):
             raise Refused(f"weights={self.transport!r}: use disk, tensor or distributed", path="$.weights")
+        if self.dtype is not None and self.dtype not in CASTS:
+            raise Refused(f"dtype={self.dtype!r}: use one of {', '.join(CASTS)}", path="$.dtype")
         if self.transport == "distributed":
             if self.address is None:
                 raise Refused(
@@ -117,10 +121,8 @@ class Weights:
         )
 
     def _cast(self, tensor: Any) -> Any:
-        import torch
-
         same = self.dtype is None or not tensor.is_floating_point()
-        return tensor if same else tensor.to(getattr(torch, self.dtype or ""))
+        return tensor if same else getattr(tensor, CASTS[self.dtype or ""])()
 
 
 def _checkpoint(model: str | None) -> str:

@@ -151,6 +151,8 @@ def test_a_way_to_push_that_does_not_exist_is_refused() -> None:
         PolarnodeRollout(task=TASK, weights="nccl")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="give its address"):
         PolarnodeRollout(task=TASK, weights="distributed")
+    with pytest.raises(Refused, match="use one of bfloat16"):
+        PolarnodeRollout(task=TASK, dtype="int8")
     with pytest.raises(Refused, match="give model="):
         Weights(settings=PluginSettings()).push(0, [])
 
@@ -169,6 +171,13 @@ def test_versions_of_two_runs_have_different_names_and_count_alike() -> None:
     one, other = (Weights(settings=PluginSettings(run="r")) for _ in range(2))
     assert one.version(3) != other.version(3)
     assert (one.number(one.version(3)), one.number("0"), one.number(other.version(3))) == (3, 0, 0)
+
+
+def test_tensors_are_cast_to_the_types_that_the_node_serves() -> None:
+    torch = pytest.importorskip("torch")
+    weights = Weights(settings=PluginSettings(), dtype="bfloat16")
+    cast = [weights._cast(each) for each in (torch.zeros(2), torch.zeros(2, dtype=torch.int64))]
+    assert [each.dtype for each in cast] == [torch.bfloat16, torch.int64]
 
 
 def test_the_plug_in_imports_nothing_of_the_trainer() -> None:
