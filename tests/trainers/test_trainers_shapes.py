@@ -112,15 +112,50 @@ def test_a_completed_session_whose_row_met_its_token_limit_is_truncated() -> Non
     assert slime.samples(publish([evolve(first, finish_reason="length")]))[0]["status"] == "truncated"
 
 
-def test_a_group_of_samples_counts_them_all_and_names_rollouts_once() -> None:
-    group = group_of(SESSION, two_rows(sample_index=1), lost=[no_row(sample_index=2)])
-    for module in (slime, miles):
-        samples = module.group_samples(group, group_index=4, index=10)
-        assert [(each["group_index"], each["index"], each["rollout_id"]) for each in samples] == [
-            (4, 10, 0),
-            (4, 11, 1),
-            (4, 12, 1),
-        ]
+def flat(groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [sample for session in groups for sample in session]
+
+
+@pytest.mark.parametrize("module", [slime, miles])
+def test_rollout_ids_are_of_the_batch_and_rows_share_their_sessions(module: Any) -> None:
+    """slime 624b824, `utils/dp_schedule.py`: a step holds `global_batch_size` different rollout ids.
+    `ray/rollout.py`: mask sums are pooled over equal ids.
+    """
+    groups = [group_of(SESSION, two_rows(sample_index=1)), group_of(two_rows(), one_row(sample_index=1))]
+    batch = [
+        module.group_samples(group, group_index=place, index=2 * place) for place, group in enumerate(groups)
+    ]
+    assert [[each["rollout_id"] for each in flat(group)] for group in batch] == [[0, 1, 1], [2, 2, 3]]
+    assert [[each["index"] for each in flat(group)] for group in batch] == [[0, 1, 1], [2, 2, 3]]
+    assert [[each["group_index"] for each in flat(group)] for group in batch] == [[0, 0, 0], [1, 1, 1]]
+    assert {each["rollout_id"] for each in module.samples(two_rows(), index=8)} == {8}
+
+
+@pytest.mark.parametrize("module", [slime, miles])
+def test_an_unusable_session_keeps_its_place_and_moves_no_baseline(module: Any) -> None:
+    """slime 624b824, `backends/megatron_utils/data.py`: a mask is padded by `prompt_length - 1`, so there is a
+    prompt. `observability/rollout_data_utils.py`: experts of every sample, and none all zero.
+    """
+    scored = no_row(sample_index=2)
+    group = group_of(
+        one_row(reward=1.0), one_row(sample_index=1, reward=0.0), lost=[evolve(scored, reward=0.0)]
+    )
+    [[first], [second], [lost], [missing]] = module.group_samples(group, group_index=4, index=10, size=4)
+    assert [each["rollout_id"] for each in (first, second, lost, missing)] == [10, 11, 12, 13]
+    for stand_in in (lost, missing):
+        held(stand_in)
+        assert (stand_in["remove_sample"], stand_in["reward"]) == (True, 0.5)
+        assert (stand_in["tokens"], stand_in["loss_mask"]) == (first["tokens"][:2], [0])
+        assert stand_in["rollout_routed_experts"] == first["rollout_routed_experts"][:1]
+    # without a Group, a session without a reward is not usable either
+    [[_], [unscored]] = module.group_samples([one_row(), one_row(reward=None)], group_index=0)
+    assert (unscored["remove_sample"], unscored["reward"]) == (True, 1.0)
+
+
+def test_a_sample_names_the_version_of_each_stretch_and_its_sessions_reward() -> None:
+    own = slime.samples(SESSION)[0]["metadata"]["polarnode"]
+    assert own["version_spans"] == [[0, 2, "7"], [4, 5, "7"], [5, 7, "8"]]
+    assert (own["session_reward"], own["row_reward"], own["staleness"]) == (1.0, 1.0, None)
 
 
 # ── miles ─────────────────────────────────────────────────────────────────────
@@ -150,6 +185,26 @@ def test_miles_samples_are_slimes_but_for_its_own_names_and_types() -> None:
     }
     assert {name: str(each.dtype) for name, each in sent["tensors"].items()} == types
     assert miles.session_tensors(no_row()) == []
+
+
+def test_miles_session_tensors_have_each_field_that_its_decoder_reads() -> None:
+    """radixark/miles 31f1ca9, `miles/rollout/session/samples/codec.py`, SAMPLES_VALUE_SPEC_V2: the fields of
+    codec json, each of which `decode_samples_and_merge_input_sample` reads by its name.
+    """
+    json_fields = {"response", "response_length", "status", "weight_versions", "prefix_cache_info"}
+    [sent] = miles.session_tensors(SESSION, decode=lambda ids: "-".join(map(str, ids)))
+    assert set(sent["metadata"]) == json_fields | {"metadata", "reward"}
+    assert sent["metadata"]["response"] == "20-21-13-14-22-23-24"
+
+
+def test_miles_rows_of_a_session_share_its_reward() -> None:
+    """radixark/miles 31f1ca9, `ray/rollout/train_data_conversion.py`: `all samples in rollout … must share one
+    reward`.
+    """
+    session = two_rows(reward=1.0, lineage_rewards={1: -2.0})
+    assert [each["reward"] for each in slime.samples(session)] == [1.0, -2.0]
+    assert [each["reward"] for each in miles.samples(session)] == [1.0, 1.0]
+    assert [each["metadata"]["polarnode"]["row_reward"] for each in miles.samples(session)] == [1.0, -2.0]
 
 
 # ── prime-rl ──────────────────────────────────────────────────────────────────
