@@ -1,13 +1,15 @@
 """verl (0.9.1): an `AgentLoopOutput` for each row; the same as rows of its TransferQueue (V1 trainers), and
 as a padded `DataProto` (classic trainers).
 
-verl cannot carry a weight version per token: it has a row's first and last as whole numbers, and other
-versions leave `min_global_steps` and `max_global_steps` out. It cannot carry a temperature per token. V1
-cannot carry a reward per row: its agent loop overwrites every row's reward with the last row's, so lineages
-with their own rewards need the classic trainer or your own loop.
+verl cannot carry a weight version per token: it has a row's first and last as whole numbers. An
+AgentLoopOutput leaves other versions out, and V1 refuses a row without them, because its metrics count in
+them. It cannot carry a temperature per token. V1 cannot carry a reward per row: the last row's is the whole
+session's, for the statistics of its group too. So each row has the session's reward, and a lineage's own is
+in `extra_fields`; only `data_proto` has rewards of rows. The agent loop of the classic trainer takes a single
+row, and V1's any number.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy
@@ -41,12 +43,37 @@ def agent_loop_outputs(
     agent_loop_outputs(trajectory)]`.
 
     `routed_experts` has a row for every position but the last; `as_dict` pads it. Classic trainers need it
-    with `arrays="native"`.
+    with `arrays="native"`. They are left out if a row of the session lacks them: V1 reads the fields of a
+    session's first row of all its rows.
     """
-    found: list[dict[str, Any]] = as_arrays(
-        [_output(row, number) for row in rows_of(trajectory)], arrays, OUTPUT
-    )
+    rows = [_output(row, number) for row in rows_of(trajectory)]
+    if any("routed_experts" not in row for row in rows):
+        rows = [{name: value for name, value in row.items() if name != "routed_experts"} for row in rows]
+    found: list[dict[str, Any]] = as_arrays(rows, arrays, OUTPUT)
     return found
+
+
+def masked_output(trajectory: Trajectory, *, token_id: int, step: int) -> dict[str, Any]:
+    """The fields of an AgentLoopOutput for a session that was scored and has no row: two untrained tokens.
+    Its reward counts in the statistics of its group.
+    """
+    if trajectory.reward is None:
+        raise Refused(f"session {trajectory.session_id} has neither a row nor a reward: leave it out")
+    return {
+        "prompt_ids": [token_id],
+        "response_ids": [token_id],
+        "response_mask": [0],
+        "response_logprobs": [0.0],
+        "reward_score": trajectory.reward,
+        "num_turns": 0,
+        "metrics": {},
+        "extra_fields": {
+            "reward_extra_info": {"score": trajectory.reward},
+            "polarnode": _whose(trajectory) | {"row": 0, "rows": 0},
+            "min_global_steps": step,
+            "max_global_steps": step,
+        },
+    }
 
 
 def transfer_rows(
@@ -54,17 +81,27 @@ def transfer_rows(
     *,
     uid: str,
     global_steps: int,
+    prompt: Mapping[str, Any] | None = None,
+    session: int | None = None,
     number: Number | None = None,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
     """What a V1 agent loop puts into the TransferQueue for each row: its `key`, `fields` and `tag`.
 
-    `uid` is the prompt's, `global_steps` the step in which it was drawn. `sample_index` identifies the
-    session, as verl counts rollouts of a prompt.
+    `uid` is the prompt's, `global_steps` the step in which it was drawn. `prompt` has the fields of the
+    dataset's row (`raw_prompt`, `index`, `data_source`, `reward_model` …), which verl's validation and reward
+    managers read back. `session` counts the rollouts of a prompt; by default it is the sample index. Refused
+    for a weight version that is no whole number, without `number`.
     """
+    count = trajectory.sample_index if session is None else session
+    shared = {**(prompt or {}), "uid": uid, "session_id": count, "global_steps": global_steps}
+    rows = rows_of(trajectory)
+    carried = all(row.trace.routed is not None for row in rows)
     found: list[dict[str, Any]] = as_arrays(
-        [_transfer(row, uid, global_steps, number) for row in rows_of(trajectory)], arrays, TENSORS
+        [_transfer(row, f"{uid}_{count}", global_steps, number, carried) for row in rows], arrays, TENSORS
     )
+    for each in found:
+        each["fields"] |= shared
     return found
 
 
@@ -73,21 +110,33 @@ def transfer_group(
     *,
     uid: str,
     global_steps: int,
+    prompt: Mapping[str, Any] | None = None,
     number: Number | None = None,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
     """A whole prompt: its own `key` and `tag` (`finished`, or `failure` if one of its sessions is unusable),
-    and the `rows` of its sessions.
+    and the `rows` of its sessions. Sessions of several tasks, which share sample indexes, are counted in
+    their order.
     """
     used = sessions(group)
     lost = any(not member.usable for member in group.members) if isinstance(group, Group) else False
     status = "failure" if lost or not used or any(not rows_of(each) for each in used) else "finished"
+    distinct = len({each.sample_index for each in used}) == len(used)
     rows = [
         row
-        for each in used
-        for row in transfer_rows(each, uid=uid, global_steps=global_steps, number=number, arrays=arrays)
+        for place, each in enumerate(used)
+        for row in transfer_rows(
+            each,
+            uid=uid,
+            global_steps=global_steps,
+            prompt=prompt,
+            session=None if distinct else place,
+            number=number,
+            arrays=arrays,
+        )
     ]
-    return {"key": uid, "tag": {"status": status, "global_steps": global_steps}, "rows": rows}
+    tag = {"is_prompt": True, "status": status, "global_steps": global_steps}
+    return {"key": uid, "tag": tag, "rows": rows}
 
 
 def data_proto(
@@ -134,35 +183,40 @@ def _output(row: TrainedRow, number: Number | None) -> dict[str, Any]:
         "metrics": {"generate_sequences": sum(turn.ended_s for turn in row.turns)},
         "extra_fields": _extra(row, number),
     }
-    experts = routed(row)
+    experts, reward = routed(row), row.trajectory.reward
     return (
         fields
         | ({} if experts is None else {"routed_experts": experts})
-        | ({} if row.reward is None else {"reward_score": row.reward})
+        | ({} if reward is None else {"reward_score": reward})
     )
 
 
 def _extra(row: TrainedRow, number: Number | None) -> dict[str, Any]:
-    trajectory, rewards = (
-        row.trajectory,
-        [span.reward for span in row.trained_spans if span.reward is not None],
-    )
-    own = {
+    reward = row.trajectory.reward
+    rewards = [span.reward for span in row.trained_spans if span.reward is not None]
+    own = _whose(row.trajectory) | {
+        "row": row.index,
+        "rows": row.count,
+        "role": row.trace.role,
+        "weight_versions": list(dict.fromkeys(versions_of(row))),
+        "lineage_reward": row.trace.reward,
+    }
+    return {
+        # V1 filters groups by a number of this name (algorithm.filter_groups.metric=score)
+        "reward_extra_info": {} if reward is None else {"score": reward},
+        "polarnode": own,
+        **_steps(row, number),
+        **({"turn_scores": rewards} if rewards else {}),
+    }
+
+
+def _whose(trajectory: Trajectory) -> dict[str, Any]:
+    return {
         "session_id": trajectory.session_id,
         "task_id": trajectory.task_id,
         "group_id": trajectory.group_id,
         "sample_index": trajectory.sample_index,
-        "row": row.index,
-        "rows": row.count,
-        "role": row.trace.role,
         "status": trajectory.outcome.status,
-        "weight_versions": list(dict.fromkeys(versions_of(row))),
-    }
-    return {
-        "reward_extra_info": {},
-        "polarnode": own,
-        **_steps(row, number),
-        **({"turn_scores": rewards} if rewards else {}),
     }
 
 
@@ -187,12 +241,12 @@ def _response(row: TrainedRow) -> int:
     return len(row.tokens) - row.prompt
 
 
-def _scores(row: TrainedRow) -> dict[str, Array]:
+def _scores(row: TrainedRow, reward: float | None) -> dict[str, Array]:
     """The reward on the last token of the response, where verl reads it."""
-    if row.reward is None:
+    if reward is None:
         return {}
     scores = numpy.zeros(_response(row), dtype=numpy.float32)
-    scores[-1] = row.reward
+    scores[-1] = reward
     return {"rm_scores": scores}
 
 
@@ -204,8 +258,10 @@ def _experts(row: TrainedRow) -> dict[str, Array]:
 # ── V1: TransferQueue ─────────────────────────────────────────────────────────
 
 
-def _transfer(row: TrainedRow, uid: str, global_steps: int, number: Number | None) -> dict[str, Any]:
-    output = _output(row, number)
+def _transfer(
+    row: TrainedRow, session: str, global_steps: int, number: Number | None, carried: bool
+) -> dict[str, Any]:
+    output, steps = _output(row, number), _counted_steps(row, number)
     tokens, mask = row.tokens.astype(numpy.int64), row.mask[row.prompt :].astype(numpy.int64)
     fields = {
         "prompts": tokens[: row.prompt],
@@ -216,8 +272,8 @@ def _transfer(row: TrainedRow, uid: str, global_steps: int, number: Number | Non
         "position_ids": numpy.arange(len(tokens), dtype=numpy.int64),
         "rollout_log_probs": row.logprobs[row.prompt :],
         "multi_modal_inputs": {},
-        **_experts(row),
-        **_scores(row),
+        **(_experts(row) if carried else {}),
+        **_scores(row, row.trajectory.reward),
         **{name: output[name] for name in ("num_turns", "metrics", "extra_fields")},
     }
     tag = {
@@ -226,10 +282,21 @@ def _transfer(row: TrainedRow, uid: str, global_steps: int, number: Number | Non
         "response_len": _response(row),
         "seq_len": len(tokens),
         "global_steps": global_steps,
-        "min_global_steps": output["extra_fields"].get("min_global_steps"),
-        "max_global_steps": output["extra_fields"].get("max_global_steps"),
+        **steps,
     }
-    return {"key": f"{uid}_{row.trajectory.sample_index}_{row.index}", "fields": fields, "tag": tag}
+    return {"key": f"{session}_{row.index}", "fields": fields, "tag": tag}
+
+
+def _counted_steps(row: TrainedRow, number: Number | None) -> dict[str, int]:
+    """The first and last weight version. V1's metrics make integers of both, for every row of a batch."""
+    versions = versions_of(row)
+    if not versions:
+        raise Refused(
+            f"{row.name} has no weight version, and verl's V1 counts in them: give the engine a version with"
+            " each update"
+        )
+    counted = [(number or version_number)(version) for version in versions]
+    return {"min_global_steps": min(counted), "max_global_steps": max(counted)}
 
 
 # ── classic: DataProto ────────────────────────────────────────────────────────
@@ -259,7 +326,7 @@ def _padded(row: TrainedRow, pad: int, prompt: int, response: int) -> dict[str, 
         "position_ids": numpy.maximum(numpy.cumsum(attention) - 1, 0),
         "rollout_log_probs": padded(row.logprobs[row.prompt :], response),
     }
-    found |= {name: padded(scores, response) for name, scores in _scores(row).items()}
+    found |= {name: padded(scores, response) for name, scores in _scores(row, row.reward).items()}
     for name, experts in _experts(row).items():
         whole = numpy.zeros((prompt + response, *experts.shape[1:]), dtype=experts.dtype)
         whole[before : before + len(experts)] = experts

@@ -1,0 +1,98 @@
+"""verl's plug-in, run in verl 0.9.1's own classes and functions (verl_program.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainers_kit import one_row, two_rows
+from verl_program import ROW, versions
+
+from polarnode.trainers import verl
+
+PROGRAM = Path(__file__).parents[1] / "kits" / "verl_program.py"
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    """What came of a prompt whose sessions had one row, two, slices, none but a reward, and none at all."""
+    ended = subprocess.run(
+        [sys.executable, PROGRAM], capture_output=True, check=False, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr.decode()[-4000:]
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def test_a_sample_is_a_session_of_the_prompts_group(made: dict[str, Any]) -> None:
+    assert made["task"] == ["u1", "fix it", 3, 0.7, -1]
+    assert list(made["fields"]) == ["u1_0_0", "u1_1_0", "u1_1_1", "u1_2_0", "u1_2_1", "u1_3_0"]
+
+
+def test_a_session_lost_to_the_machine_is_no_reward_of_zero(made: dict[str, Any]) -> None:
+    """verl counts a sample that raised as a failure; what it put into its queue is all that a group has."""
+    assert made["errors"] == ["session s0 was lost: it was so"]
+    assert not any(key.startswith("u1_4_") for key in made["fields"])
+
+
+def test_a_scored_session_without_a_row_counts_in_its_group_and_trains_nothing(made: dict[str, Any]) -> None:
+    row = made["fields"]["u1_3_0"]
+    assert (row["responses"], row["response_mask"], row["rm_scores"]) == ([0], [0], [0.0])
+    assert made["trained"]["advantages"]["u1_3_0"] == []
+
+
+def test_verls_worker_puts_what_our_rows_of_the_queue_have(made: dict[str, Any]) -> None:
+    """The fields that V1 reads back: `uid` for the group, `data_source` and `reward_model` of its metrics."""
+    for place, session in enumerate((one_row(), two_rows(reward=0.0, lineage_rewards={1: 5.0}))):
+        plain = versions(session, "")
+        for ours in verl.transfer_rows(plain, uid="u1", global_steps=9, prompt=ROW, session=place):
+            theirs = made["fields"][ours["key"]]
+            del theirs["extra_fields"]["polarnode"], ours["fields"]["extra_fields"]["polarnode"]
+            assert theirs == ours["fields"]
+            assert made["tags"][ours["key"]] == ours["tag"]
+
+
+def test_a_session_has_one_advantage_whatever_its_rows(made: dict[str, Any]) -> None:
+    """Rewards 1, 0, 0.25, 0 over four sessions. A lineage's own reward of 5 is not its session's."""
+    found = made["trained"]["advantages"]
+    assert found["u1_0_0"] == [1.4527]
+    assert found["u1_1_0"] == found["u1_1_1"] == [-0.6603]
+    assert found["u1_2_0"] == found["u1_2_1"] == [-0.1321]
+
+
+def test_the_gradient_of_verls_loss_is_on_sampled_tokens_only(made: dict[str, Any]) -> None:
+    assert made["trained"]["gradient"] == made["trained"]["sampled"]
+    assert sum(map(sum, made["trained"]["gradient"])) == 5 + 3 + 5
+
+
+def test_steps_of_the_weights_are_whole_numbers(made: dict[str, Any]) -> None:
+    assert made["trained"]["staleness"] == [7, 7, 8, 7, 7, 8]
+    unknown = made["unknown_versions"]
+    assert unknown["sync"] == [8]  # of step 9, whose samples are all of the weights before
+    assert "trainer_mode=colocate_async counts in them" in unknown["colocate_async"]
+
+
+def test_rank_0_sends_the_weights_and_every_rank_gathers_them(made: dict[str, Any]) -> None:
+    said = made["weights"]
+    [(version, names, settings)] = said["pushed"]
+    assert version.startswith("r-")
+    assert version.endswith("-1")
+    assert (names, settings) == (["a", "b", "c"], {"folder": "/steps", "model": "/model"})
+    assert said["gathered"][3:6] == [[1, "a"], [1, "b"], [1, "c"]]
+
+
+def test_a_refused_update_leaves_no_rank_waiting(made: dict[str, Any]) -> None:
+    said = made["weights"]
+    assert said["refused"] == "refused"
+    assert [name for _, name in said["gathered"][said["before"] :]] == ["a", "b", "c"]
+
+
+def test_verl_finds_the_plug_in_by_its_name(made: dict[str, Any]) -> None:
+    assert made["weights"]["registered"] == {
+        "rollout": "polarnode.integrations.verl.NodeWeights",
+        "replica": "NodeReplica",
+        "loop": {"polarnode": {"_target_": "polarnode.integrations.verl.PolarnodeAgentLoop"}},
+    }
