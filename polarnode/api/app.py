@@ -11,7 +11,7 @@ every route with its operation.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from hmac import compare_digest
 from importlib.metadata import version
 from itertools import starmap
@@ -230,11 +230,15 @@ OPEN_PATHS = ("/healthz", "/readyz")  # probes have no token, and their answers 
 class Extension:
     """What another package adds to the control plane: rows of the route table, their OpenAPI operations, and
     headers that carry the token besides `Authorization`.
+
+    `basic`: its routes also take the token as the password of HTTP's basic authentication, for clients that
+    send nothing else.
     """
 
     rows: tuple[RouteRow, ...]
     operations: Mapping[Where, Operation] = field(factory=dict)
     token_headers: tuple[str, ...] = ()
+    basic: bool = False
 
 
 def create_app(
@@ -262,7 +266,8 @@ def create_app(
     guard_browsers(app, guard or BrowserGuard(any_host=token is not None), open_to_all=token is None)
     if token is not None:
         headers = tuple(header for extension in extensions for header in extension.token_headers)
-        _guard(app, f"Bearer {token}".encode(), headers)
+        basic = frozenset(path for each in extensions if each.basic for _, path, _ in each.rows)
+        _guard(app, f"Bearer {token}".encode(), headers, basic)
     _limit_streams(app)
     rows = [*table(Routes(service=service, sessions_dir=sessions_dir))]
     operations = dict(EVERY)
@@ -276,7 +281,9 @@ def create_app(
     return app
 
 
-def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...]) -> None:
+def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Container[str]) -> None:
+    """Ask for the token; `basic` are the paths that take it as a password."""
+
     @app.before_request
     async def check_token() -> None:
         # async though it waits for nothing: Quart would run a plain function in a thread
@@ -287,6 +294,9 @@ def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...]) -> None:
             request.headers.get("Authorization", ""),
             *(f"Bearer {request.headers.get(header, '')}" for header in headers),
         ]
+        given = request.authorization
+        if request.path in basic and given is not None and given.type == "basic":
+            sent.append(f"Bearer {given.password}")
         # compare all of them, so that the time taken does not reveal which one matched
         if not sum(compare_digest(each.encode(), expected) for each in sent):
             raise Unauthorized("this needs the control plane's token: send it as 'Authorization: Bearer …'")

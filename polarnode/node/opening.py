@@ -41,6 +41,7 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
 from polarnode.integrations.polar import callback_formats, polar_extension
+from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.node.config import NodeConfig
@@ -385,7 +386,16 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         token=config.token,
         guard=guard,
         sessions_dir=_sessions_dir(config),
-        extensions=(Extension(rows=rows), polar_extension(node)),
+        extensions=(
+            Extension(rows=rows),
+            polar_extension(node),
+            sglang_extension(
+                node,
+                weights=node.weights,
+                control=node.engine_control,
+                memory_saver=config.memory_saver != "off",
+            ),
+        ),
     )
     listener = Address(host=config.host, port=config.port)
     async with open_server(app, listener, connections=CONTROL_CONNECTIONS) as address:

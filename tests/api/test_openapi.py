@@ -17,9 +17,10 @@ from journal_samples import make_trajectory
 from polarnode.api.app import EVERY, PARAMETERS, create_app, document
 from polarnode.api.query import READERS
 from polarnode.integrations.polar import OPERATIONS
+from polarnode.integrations.sglang import OPERATIONS as SGLANG
 from polarnode.journal.journal import open_journal
 
-ALL = {**EVERY, **OPERATIONS}  # with Polar's
+ALL = {**EVERY, **OPERATIONS, **SGLANG}  # with Polar's and SGLang's
 PROGRAM = Path(sys.executable).with_name("schemathesis")
 # Its own word for what a schema allows and a law refuses (a group's numbers against each other, a name's
 # letters) would be a failure: 400 is right. `Allow` names GET at /v1/trajectories/ack, and rightly: a session

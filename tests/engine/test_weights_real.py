@@ -48,6 +48,7 @@ async def test_weights_move_in_over_every_way(
             await what_is_no_whole_model_leaves_the_old_weights(plane, trainer, old, new)
             await buckets_come_one_by_one(plane, trainer, old)
             await a_group_is_joined_and_sends(plane, trainer, new)
+            await slimes_own_requests_serve_a_version_or_none(plane, trainer, old)
             await an_abort_ends_turns_and_drains_wait(plane, old)
             await a_host_that_lost_its_tensors_waits(plane, trainer, new, old)
 
@@ -179,10 +180,66 @@ async def a_group_is_joined_and_sends(plane: Plane, trainer: Trainer, new: Refer
     assert (await plane.node.call("DELETE", "/v1/weights/groups/weights")).status == 200
 
 
+async def slimes_own_requests_serve_a_version_or_none(plane: Plane, trainer: Trainer, old: Reference) -> None:
+    """What slime with two pipeline stages sends to an engine (THUDM/slime 624b824a8,
+    slime/backends/megatron_utils/update_weight/update_weight_from_distributed.py), while a turn is sampled:
+    a group for each stage, pause_generation, flush_cache, buckets in turn, continue_generation. `new` is
+    served before. The first time the second stage's last bucket does not come.
+    """
+    served = plane.engines.versions[-1]
+    names = await trainer.ask(do="load", path=str(old.path))
+    with open_trainer() as other:
+        await other.ask(do="load", path=str(old.path))
+        stages = ((trainer, names[:5]), (other, names[5:]))
+        for number, (stage, _) in enumerate(stages):
+            port = free_port()
+            body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lambda: stage.ask(do="join", port=port, name=f"slime-pp_{number}"))  # noqa: B023
+                await sglang(
+                    plane,
+                    "init_weights_update_group",
+                    {**body, "group_name": f"slime-pp_{number}", "backend": "gloo"},
+                )
+        for version, last, status in (("41", -1, 400), ("42", None, 200)):
+            async with plane.engines.generate(order(PROMPT, max_tokens=1000, temperature=1.0)) as stream:
+                chunks = [await stream.__anext__()]
+                await sglang(plane, "pause_generation", {})
+                assert (await plane.node.get("/flush_cache")).status == 200
+                for number, (stage, part) in enumerate(stages):
+                    bucket = await stage.ask(do="bucket", names=part[:last] if number else part)
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(lambda: stage.ask(do="send", names=bucket["names"]))  # noqa: B023
+                        sent = {"group_name": f"slime-pp_{number}", "flush_cache": False}
+                        await sglang(
+                            plane,
+                            "update_weights_from_distributed",
+                            {**bucket, **sent, "weight_version": version},
+                        )
+                done = await plane.node.post("/continue_generation", {})
+                assert done.status == status, done.text
+                chunks += [chunk async for chunk in stream]
+            if status == 400:
+                assert f"{names[-1]} is missing" in done.text
+                assert [span.version for span in chunks[-1].version_spans] == [served]
+        for number in (0, 1):
+            await sglang(plane, "destroy_weights_update_group", {"group_name": f"slime-pp_{number}"})
+    before, after = chunks[-1].version_spans
+    assert (before.version, after.version, after.end) == (served, "42", 1000)
+    assert difference(chunks, old.logprobs(PROMPT, joined(chunks)), after) < TOLERANCE
+    assert joined(await sample(plane.engines, order(PROMPT))) == old.greedy(PROMPT, 8)
+    assert (await plane.node.get("/get_weight_version")).json() == {"weight_version": "42"}
+
+
+async def sglang(plane: Plane, route: str, body: dict[str, Any]) -> None:
+    answer = await plane.node.post(f"/{route}", body)
+    assert answer.status == 200, answer.text
+
+
 async def an_abort_ends_turns_and_drains_wait(plane: Plane, old: Reference) -> None:
     chunks = await swapped(plane, "6", disk(old.path), "abort")
     assert chunks[-1].finish_reason == "abort"
-    assert [span.version for span in chunks[-1].version_spans] == ["5"]
+    assert [span.version for span in chunks[-1].version_spans] == ["42"]
     drained = await swapped(plane, "7", disk(old.path), "drain")
     assert ([span.version for span in drained[-1].version_spans], len(joined(drained))) == (["6"], TOKENS)
     assert (await sample(plane.engines, order(PROMPT)))[-1].version_spans[0].version == "7"

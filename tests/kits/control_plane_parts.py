@@ -23,6 +23,7 @@ from polarnode.core.task import TaskSpec
 from polarnode.engine.routing import EngineStatistics
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import polar_extension
+from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.rollouts.scheduler import LiveSessionStatus
@@ -124,6 +125,8 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
         )
     )
     yield polar_extension(TaskTaker(journal=journal))
+    nothing: Any = NoWeights()
+    yield sglang_extension(TaskTaker(journal=journal), weights=nothing, control=nothing, memory_saver=False)
 
 
 @frozen(kw_only=True)

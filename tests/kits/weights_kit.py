@@ -24,6 +24,7 @@ from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.engine.weights import Weights, open_weights
 from polarnode.http.server import Address, open_server
+from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.opening import simulated_marks
@@ -62,8 +63,10 @@ async def open_weights_plane(
         open_engines(settings, loaded=loaded) as engines,
         open_weights(engines, journal, model=str(settings.model_path)) as weights,
     ):
-        rows = WeightsRoutes(weights=weights, control=EngineControl(weights=weights, keeps=keeps)).rows()
-        app = create_app(TaskTaker(journal=journal), token="secret", extensions=[Extension(rows=tuple(rows))])
+        control, node = EngineControl(weights=weights, keeps=keeps), TaskTaker(journal=journal)
+        rows = tuple(WeightsRoutes(weights=weights, control=control).rows())
+        sglang = sglang_extension(node, weights=weights, control=control, memory_saver=False)
+        app = create_app(node, token="secret", extensions=[Extension(rows=rows), sglang])
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             yield Plane(Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal)
 

@@ -2,7 +2,7 @@
 of JSON out.
 
 {"do": "load", "path"}: have that checkpoint's weights. {"do": "payload", "flat", "names"}: handles of them,
-base64. {"do": "spoil", "name", "shape"}: one tensor of another shape. {"do": "join", "port", "backend"} and
+base64. {"do": "spoil", "name", "shape"}: one tensor of another shape. {"do": "join", "port", "backend", "name"} and
 {"do": "send", "names"}: a group with this process as rank 0.
 """
 
@@ -58,12 +58,12 @@ class Trainer:
             "shapes": [list(each.shape) for each in tensors],
         }
 
-    def join(self, port: int, backend: str = "gloo", world_size: int = 2) -> str:
+    def join(self, port: int, backend: str = "gloo", world_size: int = 2, name: str = "weights") -> str:
         from sglang.srt.utils import init_custom_process_group
 
         address = f"tcp://127.0.0.1:{port}"
         self.group = init_custom_process_group(
-            backend=backend, init_method=address, world_size=world_size, rank=0, group_name="weights"
+            backend=backend, init_method=address, world_size=world_size, rank=0, group_name=name
         )
         return "joined"
 

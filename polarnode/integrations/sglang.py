@@ -1,0 +1,588 @@
+"""The control routes of an SGLang server over a node's weights, for a trainer that updates SGLang servers: it
+is given the node's address instead.
+
+Bodies and answers are SGLang's (0.5.23: `srt/managers/io_struct.py`, `srt/entrypoints/http_server.py`). What
+differs is the update of several requests. SGLang changes the model with each bucket; a node serves a version
+whole or not at all. So buckets that come while generation is held are one update: the first opens it, and
+`continue_generation` or `end_weight_update` commits it. That is the order in which the trainers send them, in
+their own code:
+
+* slime 624b824a8 (slime/backends/megatron_utils/update_weight, slime/ray/actor_group.py): pause_generation
+  {}, flush_cache, buckets with `weight_version` (over a group for each pipeline stage) or
+  update_weights_from_disk, continue_generation
+* miles 31f1ca961 (miles/backends/megatron_utils/update_weight): pause_generation with a mode, flush_cache,
+  begin_weight_update, buckets, update_weight_version, end_weight_update, continue_generation
+* AReaL cbff54d64 (areal/engine/sglang_remote.py, areal/engine/fsdp_engine.py): pause_generation {} and
+  in_place, buckets without a version or update_weights_from_disk, continue_generation
+
+Sampling belongs to sessions: routes that sample are refused with a sentence.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial, wraps
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import trio
+from attrs import define, evolve, field, frozen
+from quart import Response, request
+
+from polarnode.api.app import Extension
+from polarnode.api.openapi_shapes import Operation, Where
+from polarnode.api.service import Service, answer_of, json_response
+from polarnode.core.codec.json import structure
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Conflict, PolarnodeError, Refused
+from polarnode.core.weights import Backend, MemoryTag, PauseMode, WeightsReport
+from polarnode.engine.memory import EngineControl
+from polarnode.engine.update import Make
+from polarnode.engine.weight_values import (
+    ALL_MEMORY,
+    BroadcastBucket,
+    DiskSource,
+    DistributedSource,
+    GroupOrder,
+    MemoryOrder,
+    PauseOrder,
+    TensorBucket,
+    TensorSource,
+    UpdateOrder,
+    broadcast,
+)
+from polarnode.engine.weights import Weights
+from polarnode.http.asgi import RouteRow, body_json_or
+
+# ── bodies ────────────────────────────────────────────────────────────
+
+# what SGLang's `load_format` may say here; of None and auto the node finds the format itself
+FileFormat = Literal["auto", "safetensors"]
+Layout = Literal["flattened_bucket"]
+GROUP = "weight_update_group"  # SGLang's default name
+
+
+@frozen(kw_only=True)
+class DiskUpdate:
+    """UpdateWeightFromDiskReqInput; fields of SGLang that are not here change nothing on a node."""
+
+    model_path: str
+    load_format: FileFormat | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+
+
+@frozen(kw_only=True)
+class DistributedUpdate:
+    """UpdateWeightsFromDistributedReqInput: one bucket that rank 0 of the group broadcasts."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    group_name: str = GROUP
+    load_format: Layout | None = None
+    weight_version: str | None = None
+
+
+@frozen(kw_only=True)
+class TensorUpdate:
+    """UpdateWeightsFromTensorReqInput: one bucket of handles, one for each GPU."""
+
+    serialized_named_tensors: tuple[str, ...]
+    load_format: Layout | None = None
+    weight_version: str | None = None
+
+
+@frozen(kw_only=True)
+class InitGroup:
+    """InitWeightsUpdateGroupReqInput. The port may be text (AReaL sends it so)."""
+
+    master_address: str
+    master_port: int | str
+    rank_offset: int
+    world_size: int
+    group_name: str = GROUP
+    backend: Backend = "nccl"
+
+
+@frozen(kw_only=True)
+class DestroyGroup:
+    """DestroyWeightsUpdateGroupReqInput."""
+
+    group_name: str = GROUP
+
+
+@frozen(kw_only=True)
+class PauseGeneration:
+    """PauseGenerationReqInput. Without a mode SGLang aborts; a node retracts, which agents do not notice."""
+
+    mode: PauseMode = "retract"
+
+
+@frozen(kw_only=True)
+class NewVersion:
+    """UpdateWeightVersionReqInput."""
+
+    new_version: str
+
+
+@frozen(kw_only=True)
+class MemoryTags:
+    """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
+
+    tags: tuple[MemoryTag, ...] | None = None
+
+
+@frozen(kw_only=True)
+class Nothing:
+    """A body whose fields change nothing on a node."""
+
+
+# ── the state between requests ────────────────────────────────────────────────
+
+STRENGTH: Final[Mapping[str | None, int]] = {None: 0, "in_place": 1, "retract": 2, "abort": 3}
+
+
+@define(eq=False)
+class Updates:
+    """One trainer's requests as the node's updates. Requests that change something run one after another."""
+
+    weights: Weights
+    control: EngineControl
+    _lock: trio.Lock = field(factory=trio.Lock, init=False)
+    _update_id: str | None = field(default=None, init=False)
+    _asked: str | None = field(default=None, init=False)  # the trainer's name for its last update
+    _begun: bool = field(default=False, init=False)  # begin_weight_update came
+    # generation continues when all memory is back: slime sends continue_generation before the KV cache is
+    _continues: bool = field(default=False, init=False)
+
+    @property
+    def _held(self) -> str | None:
+        return self.weights.status().paused
+
+    async def pause(self, body: PauseGeneration) -> None:
+        """Hold generation. An open update is of a trainer that ended: it is given up. While generation is
+        held a weaker mode changes nothing.
+        """
+        async with self._lock:
+            await self._give_up()
+            if STRENGTH[body.mode] > STRENGTH[self._held]:
+                await self.weights.pause(PauseOrder(mode=body.mode))
+            self._continues = False
+
+    async def resume(self) -> WeightsReport | None:
+        """Serve what was sent, and let generation continue: also if it cannot be served, with the weights
+        before.
+        """
+        async with self._lock:
+            try:
+                return await self._commit()
+            finally:
+                self._continues = True
+                await self._continue()
+
+    async def begin(self) -> None:
+        """The buckets until `end` are one update."""
+        async with self._lock:
+            await self._give_up()
+            self._begun = True
+
+    async def end(self) -> WeightsReport | None:
+        async with self._lock:
+            return await self._commit()
+
+    async def bucket(self, make: Make, order: UpdateOrder, version: str | None) -> str:
+        """Take a bucket: of the update that is open, or as a whole model. Return what was done."""
+        async with self._lock:
+            order = evolve(order, mode=self._mode(abort=False))
+            if not self._begun and self._held is None:
+                report = await self._named(version, order, self.weights.update)
+                return f"served as {report.version!r}"
+            if self._update_id is None:
+                opened = await self._named(version, evolve(order, source=_empty(order)), self.weights.open)
+                self._update_id, self._asked = opened.update_id, version
+            if version != self._asked:
+                raise Conflict(
+                    f"an update to {self._asked!r} is open: continue_generation serves it,"
+                    " pause_generation gives it up"
+                )
+            update_id, self._update_id = self._update_id, None  # a bucket that fails ends the update
+            taken = await self.weights.add(update_id, make)
+            self._update_id = update_id
+            return f"bucket {taken.buckets} of {taken.version!r}: continue_generation serves it"
+
+    async def disk(self, body: DiskUpdate) -> WeightsReport:
+        async with self._lock:
+            order = UpdateOrder(
+                version=body.weight_version or "",
+                source=DiskSource(path=body.model_path),
+                mode=self._mode(abort=body.abort_all_requests),
+            )
+            self._asked = body.weight_version
+            report: WeightsReport = await self._named(body.weight_version, order, self.weights.update)
+            return report
+
+    async def name(self, version: str) -> None:
+        """A version that is named after its weights: it must be theirs already."""
+        async with self._lock:
+            served = self.weights.status().version
+            loaded = served if self._update_id is None else self.weights.opened(self._update_id).order.version
+            if version not in (loaded, self._asked):
+                raise Conflict(
+                    f"the weights are {loaded!r}: give weight_version with the first bucket, or with the"
+                    " checkpoint"
+                )
+
+    async def join(self, body: InitGroup) -> None:
+        """Join a group. One of that name is of a trainer that ended: it is left."""
+        await self.control.leave(body.group_name)
+        port = str(body.master_port)
+        await self.control.join(
+            GroupOrder(
+                name=body.group_name,
+                address=body.master_address.strip("[]"),
+                port=int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0,
+                world_size=body.world_size,
+                rank_offset=body.rank_offset,
+                backend=body.backend,
+            )
+        )
+
+    async def release(self, body: MemoryTags) -> None:
+        """Lend memory. Generation is held meanwhile; it continues when all memory is back."""
+        async with self._lock:
+            held = self._held
+            if STRENGTH[held] < STRENGTH["retract"]:
+                await self.weights.pause(PauseOrder(mode="retract"))
+                self._continues = held is None
+            try:
+                await self.control.release(MemoryOrder(tags=body.tags or ALL_MEMORY))
+            except PolarnodeError:
+                await self._continue()
+                raise
+
+    async def take(self, body: MemoryTags) -> None:
+        async with self._lock:
+            await self.control.take(MemoryOrder(tags=body.tags or ALL_MEMORY))
+            await self._continue()
+
+    # ── inside ────────────────────────────────────────────────────────────────
+
+    def _mode(self, *, abort: bool) -> PauseMode:
+        """How an update holds generation: as it is held."""
+        held = self._held
+        if held is None:
+            return "abort" if abort else "retract"
+        return "in_place" if held == "in_place" else "abort" if held == "abort" else "retract"
+
+    async def _commit(self) -> WeightsReport | None:
+        update_id, self._update_id, self._begun = self._update_id, None, False
+        return None if update_id is None else await self.weights.commit(update_id)
+
+    async def _give_up(self) -> None:
+        update_id, self._update_id, self._begun = self._update_id, None, False
+        if update_id is not None:
+            try:
+                await self.weights.give_up(update_id)
+            except Conflict:
+                return  # its time was over
+
+    async def _continue(self) -> None:
+        """Let generation continue if the trainer asked for it and nothing stands in its way."""
+        if self._continues and not self.weights.released and not self.weights.discarded:
+            self._continues = False
+            await self.weights.resume()
+
+    async def _named(
+        self, version: str | None, order: UpdateOrder, serve: "Callable[[UpdateOrder], Awaitable[Any]]"
+    ) -> Any:
+        """Serve an order under the trainer's name, or under a new one if there is none or it is used: a name
+        means one set of weights for ever, and a trainer that starts again counts from 1.
+        """
+        if version is not None:
+            try:
+                return await serve(evolve(order, version=version))
+            except Conflict:
+                if not await self._used(version):
+                    raise
+        return await serve(evolve(order, version=await self._fresh(version)))
+
+    async def _fresh(self, version: str | None) -> str:
+        names = (f"unnamed-{n}" if version is None else f"{version}~{n + 1}" for n in count(1))
+        for name in names:
+            if not await self._used(name):
+                break
+        return name
+
+    async def _used(self, version: str) -> bool:
+        return (
+            version in self.weights.engines.versions
+            or await self.weights.journal.weights_of(version) is not None
+        )
+
+
+def _empty(order: UpdateOrder) -> TensorSource | DistributedSource:
+    """The source of an update of several requests, whose buckets come one by one."""
+    source = order.source
+    return DistributedSource(group=source.group) if isinstance(source, DistributedSource) else TensorSource()
+
+
+# ── routes ────────────────────────────────────────────────────────────
+
+_SAMPLING: Final = (
+    "a node samples for its sessions: submit a task (POST /v1/tasks) or open a capture (POST /v1/capture)"
+)
+_ONE_MODEL: Final = "a node serves whole models from disk, handles or a broadcast: docs/weights.md"
+_OTHER_CHECKS: Final = "a node checks names, shapes and completeness of each update itself: leave this out"
+REFUSED: Final[Mapping[str, str]] = {
+    "/generate": _SAMPLING,
+    "/abort_request": (
+        "a node ends a session's calls with its session: DELETE /v1/tasks/{task_id}; to hold all generation,"
+        " POST /pause_generation"
+    ),
+    "/load_lora_adapter": _ONE_MODEL,
+    "/load_lora_adapter_from_tensors": _ONE_MODEL,
+    "/unload_lora_adapter": _ONE_MODEL,
+    "/update_weights_from_ipc": _ONE_MODEL,
+    "/pull_weights": _ONE_MODEL,
+    "/post_process_weights": "a node serves no weights that are quantised after loading: send bfloat16",
+    "/weights_checker": _OTHER_CHECKS,
+    "/get_weights_by_name": _OTHER_CHECKS,
+}
+
+
+@frozen(kw_only=True)
+class Routes:
+    """The handlers. `memory_saver`: memory can be lent."""
+
+    service: Service
+    weights: Weights
+    control: EngineControl
+    updates: Updates
+    memory_saver: bool
+
+    async def pause(self) -> Response:
+        await self.updates.pause(await _body(PauseGeneration))
+        return json_response({"status": "ok", "message": "generation is held"})
+
+    async def resume(self) -> Response:
+        await _body(Nothing)
+        report = await self.updates.resume()
+        done = "" if report is None else f", with weights {report.version!r}"
+        return json_response({"status": "ok", "message": f"generation continues{done}"})
+
+    async def flush(self) -> Response:
+        """Nothing to do: cached prefixes of older weights are never used by newer ones."""
+        await trio.lowlevel.checkpoint()
+        return json_response({"success": True, "message": "prefixes of older weights are never used"})
+
+    async def from_disk(self) -> Response:
+        body = await _body(DiskUpdate)
+        running = sum(host.in_flight for host in self.weights.engines.statistics().hosts)
+        report = await self.updates.disk(body)
+        return _done(f"served as {report.version!r}", num_paused_requests=running)
+
+    async def from_group(self) -> Response:
+        body = await _body(DistributedUpdate)
+        self.control.insist_joined(body.group_name)
+        bucket = BroadcastBucket(
+            names=body.names, dtypes=body.dtypes, shapes=body.shapes, layout=body.load_format
+        )
+        order = UpdateOrder(version="", source=DistributedSource(group=body.group_name, buckets=(bucket,)))
+        make = broadcast(bucket, body.group_name)
+        return _done(await self.updates.bucket(make, order, body.weight_version))
+
+    async def from_tensor(self) -> Response:
+        body = await _body(TensorUpdate)
+        bucket = TensorBucket(payloads=body.serialized_named_tensors, layout=body.load_format)
+        order = UpdateOrder(version="", source=TensorSource(buckets=(bucket,)))
+        return _done(await self.updates.bucket(self.control.mapped(bucket), order, body.weight_version))
+
+    async def begin(self) -> Response:
+        await _body(Nothing)
+        await self.updates.begin()
+        return _done("the next buckets are one update")
+
+    async def end(self) -> Response:
+        await _body(Nothing)
+        report = await self.updates.end()
+        return _done("nothing was sent" if report is None else f"served as {report.version!r}")
+
+    async def name(self) -> Response:
+        body = await _body(NewVersion)
+        await self.updates.name(body.new_version)
+        return _done(f"the weights are {body.new_version!r}", new_version=body.new_version)
+
+    async def init_group(self) -> Response:
+        body = await _body(InitGroup)
+        await self.updates.join(body)
+        return _done(f"joined group {body.group_name!r}")
+
+    async def destroy_group(self) -> Response:
+        body = await _body(DestroyGroup)
+        if not await self.control.leave(body.group_name):
+            raise Refused(f"no group {body.group_name!r} is joined", path="$.group_name")
+        return _done(f"left group {body.group_name!r}")
+
+    async def release(self) -> Response:
+        await self.updates.release(await _body(MemoryTags))
+        return json_response(None)
+
+    async def take(self) -> Response:
+        await self.updates.take(await _body(MemoryTags))
+        return json_response(None)
+
+    async def version(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        return json_response({"weight_version": self.weights.status().version})
+
+    async def healthy(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        ready = self.service.ready()
+        return json_response({"ready": ready}, 200 if ready else 503)
+
+    async def model_info(self) -> Response:
+        await trio.lowlevel.checkpoint()
+        return json_response(self._model())
+
+    async def server_info(self) -> Response:
+        """The server arguments that trainers compare with their own, as a server of all GPUs."""
+        await trio.lowlevel.checkpoint()
+        engines = self.weights.engines
+        own, hosts = urlsplit(f"//{request.host}"), engines.statistics().hosts
+        return json_response(
+            {
+                **self._model(),
+                "host": own.hostname,
+                "port": own.port or 80,
+                "tp_size": engines.ranks,
+                "pp_size": 1,
+                "ep_size": 1,
+                "dp_size": len(hosts),
+                "num_gpus": len(hosts) * engines.ranks,
+                "nnodes": 1,
+                "node_rank": 0,
+                "base_gpu_id": min((gpu for host in hosts for gpu in host.gpus), default=0),
+                "gpu_id_step": 1,
+                "context_length": engines.context_length,
+                "enable_memory_saver": self.memory_saver,
+                "enable_return_routed_experts": engines.routes,
+                "max_running_requests": None,
+                "version": "polarnode",
+            }
+        )
+
+    def _model(self) -> dict[str, Json]:
+        path = Path(self.weights.model)
+        return {
+            "model_path": str(path),
+            "tokenizer_path": str(path),
+            "served_model_name": self.service.model_name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "disaggregation_mode": "null",
+            "weight_version": self.weights.status().version,
+        }
+
+
+def _done(message: str, **more: Json) -> Response:
+    return json_response({"success": True, "message": message, **more})
+
+
+async def _refuse(sentence: str) -> Response:
+    await trio.lowlevel.checkpoint()
+    raise Refused(sentence)
+
+
+async def _body(shape: "type[Any]") -> Any:
+    """The request's body as `shape`; SGLang ignores fields that it does not know."""
+    return structure(await body_json_or({}), shape)
+
+
+Handler = Callable[[], Awaitable[Response]]
+
+
+def _answered(handler: Handler) -> Handler:
+    """The handler, with its errors answered in SGLang's shape."""
+
+    @wraps(handler)
+    async def answer() -> Response:
+        try:
+            return await handler()
+        except PolarnodeError as error:
+            _, status, headers = answer_of(error)
+            return json_response({"success": False, "message": str(error)}, status, headers)
+
+    return answer
+
+
+# ── the table ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class UpdateResult:
+    """SGLang's answer to an update, and to whatever fails."""
+
+    success: bool
+    message: str
+
+
+_OBJECT: Final = dict[str, Any]
+# the methods that SGLang takes, the path, the handler, what it is, and the body
+_TABLE: Final[tuple[tuple[str, str, str, str, Any], ...]] = (
+    ("POST", "/pause_generation", "pause", "Hold generation.", PauseGeneration),
+    ("POST", "/continue_generation", "resume", "Serve what was sent; generation continues.", _OBJECT),
+    ("GET POST", "/flush_cache", "flush", "Nothing: a cache is of one version.", None),
+    ("POST", "/update_weights_from_disk", "from_disk", "Serve a checkpoint.", DiskUpdate),
+    ("POST", "/update_weights_from_distributed", "from_group", "A bucket over a group.", DistributedUpdate),
+    ("POST", "/update_weights_from_tensor", "from_tensor", "A bucket of handles.", TensorUpdate),
+    ("POST", "/begin_weight_update", "begin", "The next buckets are one update.", _OBJECT),
+    ("POST", "/end_weight_update", "end", "Serve them.", _OBJECT),
+    ("POST", "/update_weight_version", "name", "Confirm the version of the weights.", NewVersion),
+    ("POST", "/init_weights_update_group", "init_group", "Join a process group.", InitGroup),
+    ("POST", "/destroy_weights_update_group", "destroy_group", "Leave it.", DestroyGroup),
+    ("POST", "/release_memory_occupation", "release", "Lend GPU memory.", MemoryTags),
+    ("POST", "/resume_memory_occupation", "take", "Take it back.", MemoryTags),
+    ("GET", "/get_weight_version", "version", "The version served.", None),
+    ("GET", "/weight_version", "version", "The version served.", None),
+    ("GET", "/health_generate", "healthy", "Whether it serves.", None),
+    ("GET", "/get_model_info", "model_info", "The model.", None),
+    ("GET", "/model_info", "model_info", "The model.", None),
+    ("GET", "/get_server_info", "server_info", "The engines.", None),
+    ("GET", "/server_info", "server_info", "The engines.", None),
+    *(("POST", path, "", "Not on a node: the answer is why.", _OBJECT) for path in REFUSED),
+)
+OPERATIONS: Final[Mapping[Where, Operation]] = {
+    (method, path): Operation(
+        summary=summary,
+        tag="sglang",
+        body=body,
+        optional_body=body is not None,
+        answer=_OBJECT,
+        errors=(409, 413) if method == "POST" else (503,),
+        refusal=UpdateResult,
+    )
+    for methods, path, _, summary, body in _TABLE
+    for method in methods.split()
+}
+
+
+def sglang_extension(
+    service: Service, *, weights: Weights, control: EngineControl, memory_saver: bool
+) -> Extension:
+    """SGLang's routes. Its trainers have no place for a bearer token: HTTP's basic authentication with the
+    token as its password is taken too.
+    """
+    routes = Routes(
+        service=service,
+        weights=weights,
+        control=control,
+        updates=Updates(weights=weights, control=control),
+        memory_saver=memory_saver,
+    )
+    rows: tuple[RouteRow, ...] = tuple(
+        (method, path, _answered(getattr(routes, name) if name else partial(_refuse, REFUSED[path])))
+        for methods, path, name, _, _ in _TABLE
+        for method in methods.split()
+    )
+    return Extension(rows=rows, operations=OPERATIONS, basic=True)
