@@ -1,9 +1,9 @@
-"""The same loop in TRL's GRPOTrainer: `rollout_func` calls a node, a callback pushes each step's weights.
+"""The same loop in TRL's GRPOTrainer, with the plug-in `polarnode.integrations.trl`.
 
     make learn-trl        (an environment with TRL beside the node's own, then: python -m examples.grpo.with_trl [--out out/grpo-trl])
 
-TRL decides everything about learning. Its prompts are names of tasks, because the model's real prompt is the
-harness's.
+TRL decides everything about learning. A prompt is a task's number, because the model's real prompt is the
+harness's; the task itself is in the column `polarnode`.
 """
 
 import argparse
@@ -12,77 +12,24 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.grpo import tasks
 from examples.grpo.__main__ import PACKAGED, node, parsed, plan_of, recipe_of
 from examples.grpo.curve import smooth, svg
-from examples.grpo.learner import Learner, optimizer_of
-from examples.grpo.train import Plan, Run
-from polarnode.core.trajectory import Trajectory
-from polarnode.groups import Group
-from polarnode.trainers.rows import Absent
-from polarnode.trainers.trl import rollout_output
+from examples.grpo.learner import Learner, Recipe, optimizer_of
+from examples.grpo.train import TRUTH, Plan, Run
+from polarnode.client import PolarnodeClient
+from polarnode.integrations.trl import PolarnodeRollout, node_reward
 
 ROWS_AT_ONCE = 4  # what TRL computes at once: it reads each harness's prompt again for every row
-
-
-class Rollouts:
-    """What TRL calls for completions: equal prompts that stand together are one task of so many samples."""
-
-    def __init__(self, run: Run, pad: int) -> None:
-        self.run, self._pad = run, pad
-        self.rewards: list[float] = []
-
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        wanted = [(name, len(list(same))) for name, same in groupby(prompts)]
-        version = len(self.rewards)
-        names = [f"trl-{version}-{name}" for name, _ in wanted]
-        for name, (prompt, count) in zip(names, wanted, strict=True):
-            task = tasks.numbered(int(prompt), seed=self.run.plan.seed, kinds=self.run.plan.kinds)
-            self.run.client.submit(
-                self.run.spec(task, name=name, harness=self.run.plan.harness, samples=count)
-            )
-        groups = self.run.collect(names)
-        found = [member.reward for group in groups for member in group.members if member.reward is not None]
-        self.rewards.append(sum(found) / max(1, len(found)))
-        return rollout_output(
-            [each for group in groups for each in whole(group)], absent=Absent(token_id=self._pad)
-        )
-
-
-def whole(group: Group) -> tuple[Trajectory, ...]:
-    """Every member, with one row at most: TRL has room for one completion a prompt, and the last is what the
-    harness went on with.
-    """
-    if len(group.trajectories) != len(group.members):
-        raise RuntimeError(
-            f"{group.task_id}: {len(group.trajectories)} of {len(group.members)} trajectories came"
-        )
-    return tuple(evolve(each, traces=each.traces[-1:]) for each in group.trajectories)
-
-
-class Push(TrainerCallback):  # type: ignore[misc]
-    """The node serves each step's weights before the next rollout."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.run.push(str(state.global_step))
-
-
-def reward(completions: list[Any], reward: list[float | None], **_: Any) -> list[float | None]:
-    """The node's own, of each completion."""
-    return reward
+WORST = "sampling/sampling_logp_difference/max"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,44 +40,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parsed(arguments, parser)
     shutil.rmtree(given.out, ignore_errors=True)
     given.out.mkdir(parents=True)
-    plan = plan_of(given)
+    plan, recipe = plan_of(given), recipe_of(given)
     with node(given) as client:
-        run = Run(client, Learner(PACKAGED, recipe_of(given)), plan, given.out)
+        run = Run(client, Learner(PACKAGED, recipe), plan, given.out)
         before = run.evaluate("before") if plan.evaluate else {}
-        rewards = train(run, plan, given)
+        log = train(client, plan, recipe, given)
         after = run.evaluate("after") if plan.evaluate else {}
-    report = {"before": before, "rewards": rewards, "after": after, "load": os.getloadavg()[0]}
+    rewards = [line["reward"] for line in log if "reward" in line]
+    worst = [line[WORST] for line in log if WORST in line]
+    report = {"before": before, "rewards": rewards, "worst_logprob": worst, "after": after, "log": log}
     (given.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     points = list(enumerate(smooth(rewards, plan.window)))
     (given.out / "curve.svg").write_text(
         svg({"TRL, mean of 3 steps": points}, title="Reward of training sessions in TRL", x="step", goal=0.8)
     )
-    print(json.dumps({"before": before.get("reward"), "rewards": rewards, "after": after.get("reward")}))
-    return 0
+    shown = {"before": before.get("reward"), "rewards": rewards, "after": after.get("reward")}
+    print(json.dumps(shown | {"worst_logprob": worst, "load": os.getloadavg()[0]}))
+    # every rollout was sampled by the weights that TRL then computes with, or something is wrong
+    return int(max(worst) > TRUTH)
 
 
-def train(run: Run, plan: Plan, given: argparse.Namespace) -> list[float]:
-    """TRL's own loop; the mean reward of each of its rollouts."""
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(PACKAGED),
-        AutoModelForCausalLM.from_pretrained(PACKAGED, dtype=torch.float32),
-    )
-    run.learner.model = model  # what is pushed is TRL's
-    rollouts = Rollouts(run, tokenizer.pad_token_id)
+def train(
+    client: PolarnodeClient, plan: Plan, recipe: Recipe, given: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """TRL's own loop; what it logged."""
+    model = AutoModelForCausalLM.from_pretrained(PACKAGED, dtype=torch.float32)
     trainer = GRPOTrainer(
         model=model,
-        processing_class=tokenizer,
-        reward_funcs=reward,
+        processing_class=AutoTokenizer.from_pretrained(PACKAGED),
+        reward_funcs=node_reward,
         args=config(plan, given),
-        train_dataset=Dataset.from_dict(
-            {"prompt": [str(number) for number in range(plan.steps * plan.prompts)]}
+        train_dataset=Dataset.from_list([row(plan, number) for number in range(plan.steps * plan.prompts)]),
+        rollout_func=PolarnodeRollout(
+            url=client.base_url, token=client.token, run="trl", importance_sampling=True
         ),
-        rollout_func=rollouts,
-        callbacks=[Push(run)],
-        optimizers=(optimizer_of(model, run.learner.recipe), None),
+        optimizers=(optimizer_of(model, recipe), None),
     )
     trainer.train()
-    return rollouts.rewards
+    log: list[dict[str, Any]] = trainer.state.log_history
+    return log
+
+
+def row(plan: Plan, number: int) -> dict[str, str]:
+    """A task: TRL's prompt, and what the node runs."""
+    task = tasks.numbered(number, seed=plan.seed, kinds=plan.kinds)
+    spec = tasks.spec(task, name=str(number), harness=plan.harness, samples=plan.samples)
+    return {"prompt": str(number), "polarnode": json.dumps(spec)}
 
 
 def config(plan: Plan, given: argparse.Namespace) -> GRPOConfig:

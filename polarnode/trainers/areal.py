@@ -1,9 +1,15 @@
 """AReaL: the dict of [1, T] tensors of each row, and that of a whole rollout with its rows padded to one
 length.
 
-It cannot carry temperatures, experts, top logprobs, or versions that are not whole numbers (`number` converts
-yours). Versions are -1 on every token that is not trained in the row, including samples that are only
-context. AReaL treats a missing reward as 0, so a session without a reward is refused.
+`turn_ids` and `original_rewards` are of AReaL after 1.0.4 (areal-project/AReaL cbff54d64,
+areal/experimental/openai/types.py): `gae_timestep_unit: turn` needs the first, the second is what it logs as
+the task's reward. 1.0.4 ignores both. The format cannot carry temperatures, experts, top logprobs, rewards of
+turns, or versions that are not whole numbers (`number` converts yours). Versions are -1 on every token that
+is not trained in the row, including samples that are only context. AReaL treats a missing reward as 0, so a
+session without a reward is refused.
+
+AReaL's `reward_norm` compares rows: a session of three rows counts three times in its group's mean. With an
+`estimator` the rewards here are advantages, compared by session; turn `reward_norm` off then.
 """
 
 from collections.abc import Iterable
@@ -14,7 +20,10 @@ import numpy
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
+from polarnode.groups.training_rows import Estimator
+from polarnode.groups.training_rows import rows_of as advantage_rows
 from polarnode.trainers.rows import (
+    NOT_SAMPLED,
     Array,
     Arrays,
     Native,
@@ -27,17 +36,21 @@ from polarnode.trainers.rows import (
     version_number,
 )
 
-NAMES: Final = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
+NAMES: Final = (
+    "input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "attention_mask", "rewards",
+    "original_rewards",
+)  # fmt: skip
 TENSORS: Final[Native] = dict.fromkeys(NAMES, "torch")
-# padding values other than 0: AReaL counts a version of 0 or more as generated, and pads with 0 itself
-NOTHING: Final = {"versions": -1}
+# padding values other than 0: AReaL counts a version or a turn of 0 or more as generated, and pads with 0
+# itself
+NOTHING: Final = {"versions": NOT_SAMPLED, "turn_ids": NOT_SAMPLED}
 
 
 def tensors(
     trajectory: Trajectory, *, number: Number = version_number, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
-    """The tensors of each row: input_ids, loss_mask, versions int64[1, T], logprobs float32[1, T],
-    attention_mask bool[1, T], rewards float32[1].
+    """The tensors of each row: input_ids, loss_mask, versions int64[1, T], logprobs float32[1, T], turn_ids
+    int32[1, T], attention_mask bool[1, T], rewards and original_rewards float32[1].
     """
     found: list[dict[str, Any]] = as_arrays(
         [_tensors(row, number) for row in rows_of(trajectory)], arrays, TENSORS
@@ -46,14 +59,26 @@ def tensors(
 
 
 def rollout(
-    group: Group | Iterable[Trajectory], *, number: Number = version_number, arrays: Arrays = "list"
+    group: Group | Iterable[Trajectory],
+    *,
+    number: Number = version_number,
+    estimator: Estimator | None = None,
+    arrays: Arrays = "list",
 ) -> dict[str, Any] | None:
     """What a rollout workflow returns: the rows of all these sessions in one dict, padded on the right. None,
     which AReaL drops, if there is no row.
+
+    With an `estimator` (`polarnode.groups`), `rewards` holds each row's advantage over its group's sessions,
+    for which `group` must be a Group; `original_rewards` holds rewards in either case.
     """
     rows = [_tensors(row, number) for each in sessions(group) for row in rows_of(each)]
     if not rows:
         return None
+    if estimator is not None:
+        if not isinstance(group, Group):
+            raise Refused("an estimator compares the sessions of a Group, and this is a list of sessions")
+        for row, compared in zip(rows, advantage_rows([group], estimator=estimator), strict=True):
+            row["rewards"] = numpy.array([compared.advantage], dtype=numpy.float32)
     longest = max(each["input_ids"].shape[1] for each in rows)
     found: dict[str, Any] = as_arrays(
         {name: numpy.concatenate([_wide(each, name, longest) for each in rows]) for name in NAMES},
@@ -74,9 +99,20 @@ def _tensors(row: TrainedRow, number: Number) -> dict[str, Array]:
         "loss_mask": row.mask.astype(numpy.int64)[None],
         "logprobs": row.logprobs[None],
         "versions": version_array(row, number)[None],
+        "turn_ids": _turn_ids(row)[None],
         "attention_mask": numpy.ones((1, len(row.tokens)), dtype=bool),
         "rewards": numpy.array([row.reward], dtype=numpy.float32),
+        "original_rewards": numpy.array([row.reward], dtype=numpy.float32),
     }
+
+
+def _turn_ids(row: TrainedRow) -> Array:
+    """int32[T]: which of the row's trained turns a trained token is of, from 0, and -1 on every other."""
+    found = numpy.full(len(row.tokens), NOT_SAMPLED, dtype=numpy.int32)
+    for number, span in enumerate(row.trained_spans):
+        found[span.start : span.end] = number
+    found[row.mask == 0] = NOT_SAMPLED
+    return found
 
 
 def _wide(row: dict[str, Array], name: str, length: int) -> Array:

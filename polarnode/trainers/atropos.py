@@ -1,12 +1,17 @@
 """Atropos: the `ScoredData` of one group, the body of one POST to its API's /scored_data.
 
-Masks hold the token id where it is trained and -100 elsewhere; logprobs are 1.0 elsewhere. It cannot carry
-weight versions, experts, more than one temperature, or which row belongs to which session. Its trainers
-compare the scores of a group's sequences, so a session counts once per row: if any session has several rows,
-pass `advantages`, which are computed per session.
+Checked with atroposlib 0.4.0; the project is archived. Masks hold the token id where it is trained and -100
+elsewhere; logprobs are 1.0 elsewhere. It cannot carry weight versions, experts, more than one temperature, or
+which row belongs to which session.
+
+Two things in Atropos' own code decide what may be posted. Its example trainer (example_trainer/data.py)
+normalises `scores` over the sequences of a group and never reads `advantages`, so a session of three rows
+counts three times there: such sessions need `advantages` here, and a trainer that reads them. Its API
+(atroposlib/api/server.py) keeps what has an `env_id` until it has exactly the `group_size` that this
+environment registered, for ever if no sum of posts comes to it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy
@@ -25,15 +30,21 @@ def scored_data(
     *,
     advantages: Mapping[str, float] | None = None,
     env_id: int | None = None,
+    group_size: int | None = None,
     generation_params: Mapping[str, Any] | None = None,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
     """The ScoredData of these sessions, one sequence per row. `advantages` are by session id and are repeated
-    for each trained token.
+    for each trained token. `group_size` is what the environment `env_id` registered. Without an `env_id` the
+    API queues a group of any size at once.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
         raise Refused("no session of this group has a row: there is nothing to post")
+    if advantages is None:
+        _check_one_row_each(rows)
+    if env_id is not None:
+        _check_group_size(len(rows), group_size)
     data = {
         "tokens": [row.tokens for row in rows],
         "masks": [numpy.where(row.mask == 1, row.tokens, IGNORED) for row in rows],
@@ -47,6 +58,29 @@ def scored_data(
     }
     found: dict[str, Any] = as_arrays(data, arrays)
     return found
+
+
+def _check_one_row_each(rows: Sequence[TrainedRow]) -> None:
+    for row in rows:
+        if row.count > 1:
+            raise Refused(
+                f"session {row.trajectory.session_id} has {row.count} rows, and Atropos compares the"
+                " scores of sequences, so it would count once for each: keep one with"
+                " polarnode.trainers.rows.of_roles, or pass advantages= for a trainer that reads them"
+            )
+
+
+def _check_group_size(rows: int, group_size: int | None) -> None:
+    if group_size is None:
+        raise Refused(
+            "env_id needs group_size=, the group_size that the environment registered: Atropos keeps a group"
+            " of any other size for ever"
+        )
+    if rows != group_size:
+        raise Refused(
+            f"the group has {rows} sequences and its environment registered {group_size}: Atropos would"
+            " keep it for ever; leave env_id out, and it is queued at once"
+        )
 
 
 def _score(row: TrainedRow) -> float:

@@ -1,8 +1,14 @@
 """miles: the fields of its `Sample` for each row, and the tensors its session server sends.
 
+Source: radixark/miles 31f1ca9, `miles/utils/types.py`. A Sample is read next by
+`miles/ray/rollout/train_data_conversion.py`, what the session server sent by
+`miles/rollout/session/samples/codec.py`.
+
 A Sample is slime's with different names and types: experts are an int32 array [T - 1, layers, top_k], and
-`routing_key` replaces `session_id`. It cannot carry what slime's cannot. `rollout_indexer_topk` stays None,
-because the engine hosts report no indexer.
+`routing_key` replaces `session_id`. All rows of a session have the session's reward, because miles refuses
+rewards that differ within one; a row's own (of its lineage) is `metadata["polarnode"]["row_reward"]`, which
+`polarnode.integrations.slime.reward_post_process` trains on. `rollout_indexer_topk` stays None, because the
+engine hosts report no indexer.
 """
 
 from collections.abc import Iterable
@@ -13,7 +19,7 @@ import numpy
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
 from polarnode.trainers import slime
-from polarnode.trainers.rows import Arrays, Native, as_arrays, sessions
+from polarnode.trainers.rows import Arrays, Native, as_arrays
 
 SLIMES: Final = ("session_id",)  # fields of slime's Sample that miles does not have
 ALSO: Final[dict[str, Any]] = {
@@ -24,36 +30,61 @@ ALSO: Final[dict[str, Any]] = {
 }
 SAMPLE: Final[Native] = {"rollout_routed_experts": "numpy"}
 WIRE: Final[Native] = {"tensors": "numpy"}
+# the fields that miles' decoder reads from the JSON of a sample; it refuses a sample without one of them
+WIRE_JSON: Final = (
+    "response",
+    "response_length",
+    "reward",
+    "status",
+    "weight_versions",
+    "metadata",
+    "prefix_cache_info",
+)
 
 
 def samples(trajectory: Trajectory, *, arrays: Arrays = "list", **fields: Any) -> list[dict[str, Any]]:
     """A Sample for each row. Takes the same arguments as `slime.samples`."""
     packed = slime.samples(trajectory, arrays="numpy", **fields)
-    added = ALSO | {"routing_key": trajectory.session_id}
-    renamed = [{name: value for name, value in each.items() if name not in SLIMES} | added for each in packed]
-    found: list[dict[str, Any]] = as_arrays(renamed, arrays, SAMPLE)
+    found: list[dict[str, Any]] = as_arrays([_renamed(each) for each in packed], arrays, SAMPLE)
     return found
 
 
 def group_samples(
-    group: Group | Iterable[Trajectory], *, group_index: int, index: int = 0, **fields: Any
+    group: Group | Iterable[Trajectory],
+    *,
+    group_index: int,
+    index: int = 0,
+    size: int | None = None,
+    arrays: Arrays = "list",
+    **fields: Any,
+) -> list[list[dict[str, Any]]]:
+    """The samples of a group, a list for each of its sessions, numbered as `slime.group_samples` says."""
+    packed = slime.group_samples(
+        group, group_index=group_index, index=index, size=size, arrays="numpy", **fields
+    )
+    renamed = [[_renamed(each) for each in session] for session in packed]
+    found: list[list[dict[str, Any]]] = as_arrays(renamed, arrays, SAMPLE)
+    return found
+
+
+def session_tensors(
+    trajectory: Trajectory, *, decode: slime.Decode | None = None, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
-    """The samples of a group, session by session. `rollout_id` is the session's position in the group;
-    `index` counts all samples.
+    """What miles' session server answers for each row: `tensors` in its types, and `metadata` as JSON.
+    `response` has text if `decode` is given.
     """
-    found: list[dict[str, Any]] = []
-    for place, trajectory in enumerate(sessions(group)):
-        found += samples(
-            trajectory, group_index=group_index, rollout_id=place, index=index + len(found), **fields
-        )
+    packed = slime.samples(trajectory, decode=decode, arrays="numpy")
+    sent = [_wire(_renamed(each)) for each in packed if not each["remove_sample"]]
+    found: list[dict[str, Any]] = as_arrays(sent, arrays, WIRE)
     return found
 
 
-def session_tensors(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[dict[str, Any]]:
-    """What miles' session server answers for each row: `tensors` in its types, and `metadata` as JSON."""
-    packed = [each for each in slime.samples(trajectory, arrays="numpy") if not each["remove_sample"]]
-    found: list[dict[str, Any]] = as_arrays([_wire(each) for each in packed], arrays, WIRE)
-    return found
+def _renamed(sample: dict[str, Any]) -> dict[str, Any]:
+    shared = sample["metadata"]["polarnode"].get("session_reward")
+    added = ALSO | {"routing_key": sample["session_id"]}
+    if shared is not None and not sample["remove_sample"]:
+        added["reward"] = shared
+    return {name: value for name, value in sample.items() if name not in SLIMES} | added
 
 
 def _wire(sample: dict[str, Any]) -> dict[str, Any]:
@@ -64,5 +95,4 @@ def _wire(sample: dict[str, Any]) -> dict[str, Any]:
     }
     if sample["rollout_routed_experts"] is not None:
         tensors["rollout_routed_experts"] = sample["rollout_routed_experts"]
-    names = ("response_length", "reward", "status", "weight_versions", "metadata", "prefix_cache_info")
-    return {"tensors": tensors, "metadata": {name: sample[name] for name in names}}
+    return {"tensors": tensors, "metadata": {name: sample[name] for name in WIRE_JSON}}

@@ -1,5 +1,10 @@
-"""prime-rl: the fields of a `TrainingSample` for each row, and the array that its msgspec struct is on the
-wire.
+"""prime-rl: the fields of a `TrainingSample` for each row, and the message graph of a verifiers `Trace`.
+
+Contract: PrimeIntellect-ai/prime-rl 559b44772 (0.8.0), src/prime_rl/transports/rollouts/types.py and
+src/prime_rl/orchestrator/trajectories.py; PrimeIntellect-ai/verifiers a60a606ec and 0.4.0,
+verifiers/v1/graph.py. A stock run is fed by `trace_nodes`, through `polarnode.integrations.prime_rl`: the
+orchestrator makes samples of a trace's branches. A TrainingSample never leaves the orchestrator's process:
+it packs them with `prepare_batch` into the MicroBatch lists that its trainer decodes.
 
 All columns have the row's length. `temperatures` are 1 and `advantages` 0 on tokens that are not trained;
 experts have a row of zeros for the last token. It cannot carry weight versions (prime-rl keeps them per
@@ -7,11 +12,12 @@ rollout, outside the sample), rewards, top logprobs, or which session a row belo
 (`part`) does not show its position in the whole row.
 """
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy
 
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.trainers.rows import (
     Arrays,
     TrainedRow,
@@ -22,8 +28,7 @@ from polarnode.trainers.rows import (
     temperatures,
 )
 
-# The struct's fields in order: an array_like struct has only their values on the wire. The seventh holds
-# image tensors.
+# The struct's fields in order: an array_like struct is a list of their values. The seventh holds images.
 FIELDS: Final = (
     "token_ids", "mask", "logprobs", "temperatures", "env_name", "ref_logprobs",
     "mm_kwargs", "routed_experts", "mm_token_type_ids",
@@ -48,14 +53,68 @@ def training_samples(
     return found
 
 
-def on_the_wire(sample: dict[str, Any]) -> list[Any]:
-    """A sample as msgspec writes and reads it: `msgpack.packb(on_the_wire(sample))` gives the same bytes."""
-    values = [sample[name] for name in FIELDS]
+def values(sample: dict[str, Any]) -> list[Any]:
+    """A sample's values in the order of the struct: in prime-rl's environment, `msgspec.convert(values(each),
+    TrainingSample)` gives what its `prepare_batch` packs.
+    """
+    found = [sample[name] for name in FIELDS]
     if sample["routed_experts"] is not None:
-        values[FIELDS.index("routed_experts")] = [
+        found[FIELDS.index("routed_experts")] = [
             sample["routed_experts"][name] for name in ("data", "shape", "dtype")
         ]
-    return values
+    return found
+
+
+def trace_nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """The session as the `MessageNode` fields of one verifiers trace: a branch from root to leaf for each
+    row, so each row is one sample and the session one trace, however many rows it has.
+
+    A trained turn is a `sampled` node: its tokens, its mask, and the logprobs of its trained tokens. What
+    stands between two of them is one node of the role user. `message` is text where the turns were read
+    whole (`turns=full`), else empty; nothing is trained from text. `routed_experts` [tokens, layers, top_k]
+    stay numpy arrays.
+    """
+    nodes: list[dict[str, Any]] = []
+    turns = {turn.index: turn for turn in trajectory.turns}
+    for row in rows_of(trajectory):
+        experts = routed(row)
+        whole = None if experts is None else padded(experts, len(row.tokens))
+        parent: int | None = None
+        for start, end, span, sampled in _stretches(row):
+            node = _node(row, start, end, turns.get(span), sampled=sampled)
+            node["parent"] = parent
+            node["routed_experts"] = None if whole is None else whole[start:end]
+            parent = len(nodes)
+            nodes.append(node)
+    return nodes
+
+
+def _stretches(row: TrainedRow) -> Iterator[tuple[int, int, int, bool]]:
+    """(start, end, turn, sampled) of each trained sample, and of what is before it or after the last."""
+    place = 0
+    for span in row.trained_spans:
+        if span.start > place:
+            yield place, span.start, span.turn, False
+        yield span.start, span.end, span.turn, True
+        place = span.end
+    if place < len(row.tokens):
+        yield place, len(row.tokens), -1, False
+
+
+def _node(row: TrainedRow, start: int, end: int, turn: Turn | None, *, sampled: bool) -> dict[str, Any]:
+    mask = row.mask[start:end] == 1
+    text = ""
+    if turn is not None and sampled:
+        text = "" if turn.answer is None else turn.answer.text
+    elif turn is not None and turn.new_messages is not None:
+        text = "\n".join(each.text for each in turn.new_messages.messages)
+    return {
+        "message": {"role": "assistant" if sampled else "user", "content": text},
+        "sampled": sampled,
+        "token_ids": row.tokens[start:end].tolist(),
+        "mask": mask.tolist(),
+        "logprobs": row.logprobs[start:end][mask].tolist(),
+    }
 
 
 def _sample(

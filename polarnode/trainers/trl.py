@@ -1,8 +1,8 @@
 """TRL (1.16): what a GRPOTrainer's `rollout_func` returns, and the rows of async GRPO (turns, training
 sequences, rollout samples).
 
-`rollout_func` cannot carry several rows per session (it takes one completion per prompt: keep one row with
-`of_roles`, or train the rest elsewhere), weight versions, or experts. It cannot carry top logprobs either:
+`rollout_func` cannot carry several rows per session (it takes one completion per prompt: `rollout_members`
+keeps one, async GRPO takes all), weight versions, or experts. It cannot carry top logprobs either:
 TRL requires a row for every token, and only trained tokens have one. TRL compares `logprobs` with its own
 only when it corrects for another sampler (use_vllm). A RolloutSample has one `model_version`, by which TRL
 drops stale rows: for a row that several weights sampled it is the oldest, and `metrics` counts the versions
@@ -10,7 +10,7 @@ as `weight_versions`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy
 
@@ -32,6 +32,8 @@ from polarnode.trainers.rows import (
 )
 
 Messages = Sequence[Mapping[str, Any]]
+# what to do with a session of several rows where there is room for one
+Several = Literal["last", "refuse"]
 ROLLOUT: Final[Native] = {"input_ids": "numpy", "completion_mask": "numpy", "old_log_probs": "numpy"}
 
 
@@ -50,6 +52,31 @@ def rollout_output(
         raise Refused("a rollout of no session is none: TRL wants a completion for every prompt")
     found: dict[str, Any] = as_arrays({name: [row[name] for row in rows] for name in rows[0]}, arrays)
     return found
+
+
+def rollout_members(
+    group: Group, *, absent: Absent, several: Several = "last", arrays: Arrays = "list"
+) -> dict[str, Any]:
+    """What `rollout_func` returns for every member of a group, usable or not, in the order of their samples.
+
+    TRL normalises over the members that have a reward, so one that is not usable has none: its reward is
+    None and its one token is untrained. `several`: of a session with several rows keep the "last" of role
+    main (the last of all if none is), or "refuse" it. Beside the fields of `rollout_output`, `unusable` is 1
+    for a member that is not usable, and `rows_left_out` counts the rows that were not kept.
+    """
+    usable = {each.session_id: each for each in group.usable}
+    found: list[dict[str, Any]] = []
+    for member in group.members:
+        trajectory = usable.get(member.session_id)
+        if trajectory is None or not rows_of(trajectory):
+            nothing = {"session_id": member.session_id, "group_id": group.group_id, "reward": None}
+            found.append(_placeholder(absent) | nothing | {"rows_left_out": 0, "unusable": 1})
+            continue
+        kept = only_row(trajectory) if several == "refuse" else _kept(trajectory)
+        left = {"rows_left_out": kept.count - 1, "unusable": 0}
+        found.append(_completion(kept) | _identity(trajectory) | left)
+    output: dict[str, Any] = as_arrays({name: [row[name] for row in found] for name in found[0]}, arrays)
+    return output
 
 
 def turn_records(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
@@ -84,48 +111,73 @@ def training_sequences(
 def rollout_samples(
     trajectory: Trajectory,
     *,
-    advantage: float,
+    advantage: float | Sequence[float],
     group_id: int,
     prompt: Messages = (),
     completion: Messages = (),
     number: Number = version_number,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
-    """A RolloutSample for each row. The messages are for TRL's logs; `arrays="native"` gives the arrays that
-    TRL stacks.
+    """A RolloutSample for each row. `advantage`: the session's, or one for each of its rows. The messages are
+    for TRL's logs; `arrays="native"` gives the arrays that TRL stacks.
     """
     shared = {
         "prompt": list(prompt),
         "completion": list(completion),
-        "advantage": float(advantage),
         "group_id": group_id,
         "enqueued_at": None,
     }
-    rows = [_sequence(row) | shared | _versions(row, number) for row in rows_of(trajectory)]
+    trained = rows_of(trajectory)
+    each = advantage if isinstance(advantage, Sequence) else [advantage] * len(trained)
+    if len(each) != len(trained):
+        raise Refused(
+            f"{len(each)} advantages were given for the {len(trained)} rows of session"
+            f" {trajectory.session_id}: give one for each row, or one number"
+        )
+    rows = [
+        _sequence(row) | shared | {"advantage": float(one)} | _versions(row, number)
+        for row, one in zip(trained, each, strict=True)
+    ]
     found: list[dict[str, Any]] = as_arrays(rows, arrays, ROLLOUT)
     return found
 
 
 def _rollout(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
-    whose = {"session_id": trajectory.session_id, "group_id": trajectory.group_id}
     if absent is not None and not rows_of(trajectory):
-        token = numpy.array([absent.token_id])
-        nothing = {
-            "prompt_ids": token,
-            "completion_ids": token,
-            "logprobs": numpy.zeros(1),
-            "env_mask": numpy.zeros(1, dtype=int),
-        }
-        return nothing | {"reward": absent.reward} | whose
-    row = only_row(trajectory)
-    shared = {
+        return _placeholder(absent) | _identity(trajectory)
+    return _completion(only_row(trajectory)) | _identity(trajectory)
+
+
+def _kept(trajectory: Trajectory) -> TrainedRow:
+    """The row with which the harness's main agent ended."""
+    rows = rows_of(trajectory)
+    return ([row for row in rows if row.trace.role == "main"] or rows)[-1]
+
+
+def _identity(trajectory: Trajectory) -> dict[str, Any]:
+    return {"session_id": trajectory.session_id, "group_id": trajectory.group_id}
+
+
+def _completion(row: TrainedRow) -> dict[str, Any]:
+    return {
         "prompt_ids": row.tokens[: row.prompt],
         "completion_ids": row.tokens[row.prompt :],
         "logprobs": row.logprobs[row.prompt :],
         "env_mask": row.mask[row.prompt :],
         "reward": row.reward,
     }
-    return shared | whose
+
+
+def _placeholder(absent: Absent) -> dict[str, Any]:
+    """One untrained token."""
+    token = numpy.array([absent.token_id])
+    return {
+        "prompt_ids": token,
+        "completion_ids": token,
+        "logprobs": numpy.zeros(1),
+        "env_mask": numpy.zeros(1, dtype=int),
+        "reward": absent.reward,
+    }
 
 
 def _sequence(row: TrainedRow) -> dict[str, Any]:

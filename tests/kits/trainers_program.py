@@ -144,11 +144,33 @@ def tinker(rows: list[Any]) -> Any:
     ]
 
 
-def atropos(data: dict[str, Any]) -> Any:
-    from atroposlib.api.server import ScoredData
+def atropos(groups: list[dict[str, Any]]) -> Any:
+    """Each group as its class holds it, and what its API answers to the POST of one environment's group."""
+    from atroposlib.api import server
+    from fastapi.testclient import TestClient
 
-    assert not set(data) - set(ScoredData.model_fields), set(data) - set(ScoredData.model_fields)
-    return ScoredData.model_validate(data, strict=True).model_dump()
+    for data in groups:
+        unknown = set(data) - set(server.ScoredData.model_fields)
+        assert not unknown, unknown
+    api = TestClient(server.app)
+    trainer = {
+        "wandb_group": "g",
+        "wandb_project": "p",
+        "batch_size": 4,
+        "max_token_len": 64,
+        "checkpoint_dir": "c",
+    }
+    more = {"save_checkpoint_interval": 1, "starting_step": 0, "num_steps": 1}
+    api.post("/register", json=trainer | more).raise_for_status()
+    api.get("/batch").raise_for_status()  # a trainer asked: environments may register
+    environment = {"max_token_length": 64, "desired_name": "n", "weight": 1.0, "group_size": 2}
+    api.post("/register-env", json=environment).raise_for_status()
+    answers = [api.post("/scored_data", json=data).json() for data in groups]
+    return {
+        "held": [server.ScoredData.model_validate(data, strict=True).model_dump() for data in groups],
+        "answers": [each["status"] for each in answers],
+        "queued": [len(each["tokens"]) for each in server.app.state.queue],
+    }
 
 
 def trl_async(rows: dict[str, Any]) -> Any:

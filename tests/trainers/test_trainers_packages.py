@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainers_kit import group_of, no_row, one_row, two_rows
+from trainers_kit import group_of, make_turn, no_row, one_row, publish, trained, two_rows
 
 import polarnode
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups import rows_of
 from polarnode.trainers import Absent, areal, atropos, of_roles, skyrl, tinker, trl, verl
 
 HERE = Path(__file__).parents[1] / "kits"
@@ -75,9 +77,10 @@ def told() -> dict[str, Any]:
         ),
         "areal": areal_calls(),
         "tinker": tinker.datums(SESSION, advantage=0.5),
-        "atropos": atropos.scored_data(
-            [SESSION, two_rows(sample_index=1)], advantages={"s0": 0.5, "s1": -0.5}, env_id=1
-        ),
+        "atropos": [
+            atropos.scored_data([SESSION, two_rows(sample_index=1)], advantages={"s0": 0.5, "s1": -0.5}),
+            atropos.scored_data([SESSION, one_row(sample_index=1)], env_id=0, group_size=2),
+        ],
         "trl_async": rows,
     }
     found: dict[str, Any] = run("trainers_program.py", asked)
@@ -112,14 +115,53 @@ def test_verl_makes_of_an_agent_loop_output_what_we_put_into_its_queue(told: dic
 
 def test_areal_makes_of_the_same_calls_what_we_make_of_the_session(told: dict[str, Any]) -> None:
     [ours] = areal.tensors(SESSION)
-    assert {name: each["data"] for name, each in told["areal"].items()} == ours
+    theirs = told["areal"]
+    newer = {"turn_ids", "original_rewards"}  # of AReaL after 1.0.4
+    assert set(ours) - set(theirs) == newer
     [tensors] = areal.tensors(SESSION, arrays="native")
-    assert {name: str(each.dtype) for name, each in tensors.items()} == {
-        name: each["dtype"] for name, each in told["areal"].items()
-    }
-    assert {name: list(each.shape) for name, each in tensors.items()} == {
-        name: each["shape"] for name, each in told["areal"].items()
-    }
+    for name, each in theirs.items():
+        assert each["data"] == ours[name]
+        assert (each["dtype"], each["shape"]) == (str(tensors[name].dtype), list(tensors[name].shape)), name
+
+
+def fork(**more: Any) -> Trajectory:
+    """Two continuations of one turn: the second row has it as context, sampled and not trained there."""
+    first = make_turn(0, None, [10, 11, 12], [20, 21])
+    one = make_turn(1, first, [13], [22, 23])
+    other = make_turn(2, first, [14], [24, 25, 26], kind="branch", versions=[("8", 3)])
+    return publish([first, one, other], **more)
+
+
+def sliced(**more: Any) -> Trajectory:
+    """A row of five turns, cut where it would be longer than nine tokens."""
+    turns = [make_turn(0, None, [10, 11, 12], [20, 21])]
+    for index in range(1, 5):
+        turns.append(make_turn(index, turns[-1], [13, 14], [30 + index, 40 + index, 50 + index]))
+    return publish(turns, config={"train_roles": ["main"], "max_row_tokens": 9}, **more)
+
+
+def test_areals_actor_trains_each_sampled_token_once_and_nothing_else() -> None:
+    """AReaL 1.0.4's own advantages, mini-batches, packing and loss, over sessions of one row, several, slices,
+    a lineage with a reward of its own, and none.
+    """
+    apart = {"lineage_rewards": {1: 0.0}}
+    groups = [
+        group_of(SESSION, two_rows(sample_index=1, reward=0.0), fork(sample_index=2, reward=0.25), lost=[no_row(sample_index=3)]),
+        group_of(sliced(), two_rows(sample_index=1, reward=0.5, **apart)),
+    ]  # fmt: skip
+    rollouts = [areal.rollout(group, estimator="grpo") for group in groups]
+    found = run("areal_program.py", {"rollouts": rollouts, "turns": False})
+    rows = [row for group in groups for row in rows_of([group], estimator="grpo")]
+    for told, row in zip((each for one in found["advantages"] for each in one), rows, strict=True):
+        assert told == pytest.approx([row.advantage] * row.tokens)
+    expected = sorted(
+        token for group in groups for each in group.usable for row in trained(each) for token, *_ in row
+    )
+    tokens = sorted(token for batch in found["batches"] for token in batch["tokens"])
+    assert tokens == expected
+    assert sum(batch["weight"] for batch in found["batches"]) == len(expected)
+    assert sorted(token for batch in found["batches"] for token in batch["moved"]) == expected
+    assert [batch["moved_untrained"] for batch in found["batches"]] == [0, 0]
 
 
 def test_tinker_takes_a_datum_and_gives_back_what_was_in_it(told: dict[str, Any]) -> None:
@@ -135,11 +177,17 @@ def test_tinker_takes_a_datum_and_gives_back_what_was_in_it(told: dict[str, Any]
 
 
 def test_atropos_takes_a_group_whole(told: dict[str, Any]) -> None:
-    theirs = told["atropos"]
+    theirs = told["atropos"]["held"][0]
     assert theirs["masks"][0] == [-100, -100, -100, 20, 21, -100, -100, 22, 23, 24]
     assert theirs["inference_logprobs"][0] == [1, 1, 1, -0.5, -0.625, 1, 1, -1.5, -1.625, -1.75]
     assert theirs["advantages"][1] == [0, 0, -0.5, -0.5]
-    assert (theirs["scores"], theirs["env_id"]) == ([1.0, 1.0, 1.0], 1)
+    assert (theirs["scores"], theirs["env_id"]) == ([1.0, 1.0, 1.0], None)
+
+
+def test_atropos_queues_what_we_post_at_once(told: dict[str, Any]) -> None:
+    """A group of three sequences without an env_id, and one of the two that its environment registered."""
+    assert told["atropos"]["answers"] == ["received", "received"]
+    assert told["atropos"]["queued"] == [3, 2]
 
 
 def test_skyrl_takes_a_batch_of_which_sessions_have_one_row_and_two_and_none(told: dict[str, Any]) -> None:

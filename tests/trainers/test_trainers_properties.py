@@ -153,7 +153,7 @@ def read_areal_rollout(trajectory: Trajectory) -> Iterator[Told]:
 
 
 def read_atropos(trajectory: Trajectory) -> Iterator[Told]:
-    data = atropos.scored_data([trajectory])
+    data = atropos.scored_data([trajectory], advantages={trajectory.session_id: 1.0})
     for tokens, masks, logprobs in zip(
         data["tokens"], data["masks"], data["inference_logprobs"], strict=True
     ):

@@ -7,7 +7,6 @@ none is made from our code.
 
 from typing import Any, Literal
 
-import msgpack  # type: ignore[import-untyped]
 import msgspec
 import pytest
 from attrs import evolve
@@ -113,15 +112,50 @@ def test_a_completed_session_whose_row_met_its_token_limit_is_truncated() -> Non
     assert slime.samples(publish([evolve(first, finish_reason="length")]))[0]["status"] == "truncated"
 
 
-def test_a_group_of_samples_counts_them_all_and_names_rollouts_once() -> None:
-    group = group_of(SESSION, two_rows(sample_index=1), lost=[no_row(sample_index=2)])
-    for module in (slime, miles):
-        samples = module.group_samples(group, group_index=4, index=10)
-        assert [(each["group_index"], each["index"], each["rollout_id"]) for each in samples] == [
-            (4, 10, 0),
-            (4, 11, 1),
-            (4, 12, 1),
-        ]
+def flat(groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [sample for session in groups for sample in session]
+
+
+@pytest.mark.parametrize("module", [slime, miles])
+def test_rollout_ids_are_of_the_batch_and_rows_share_their_sessions(module: Any) -> None:
+    """slime 624b824, `utils/dp_schedule.py`: a step holds `global_batch_size` different rollout ids.
+    `ray/rollout.py`: mask sums are pooled over equal ids.
+    """
+    groups = [group_of(SESSION, two_rows(sample_index=1)), group_of(two_rows(), one_row(sample_index=1))]
+    batch = [
+        module.group_samples(group, group_index=place, index=2 * place) for place, group in enumerate(groups)
+    ]
+    assert [[each["rollout_id"] for each in flat(group)] for group in batch] == [[0, 1, 1], [2, 2, 3]]
+    assert [[each["index"] for each in flat(group)] for group in batch] == [[0, 1, 1], [2, 2, 3]]
+    assert [[each["group_index"] for each in flat(group)] for group in batch] == [[0, 0, 0], [1, 1, 1]]
+    assert {each["rollout_id"] for each in module.samples(two_rows(), index=8)} == {8}
+
+
+@pytest.mark.parametrize("module", [slime, miles])
+def test_an_unusable_session_keeps_its_place_and_moves_no_baseline(module: Any) -> None:
+    """slime 624b824, `backends/megatron_utils/data.py`: a mask is padded by `prompt_length - 1`, so there is a
+    prompt. `observability/rollout_data_utils.py`: experts of every sample, and none all zero.
+    """
+    scored = no_row(sample_index=2)
+    group = group_of(
+        one_row(reward=1.0), one_row(sample_index=1, reward=0.0), lost=[evolve(scored, reward=0.0)]
+    )
+    [[first], [second], [lost], [missing]] = module.group_samples(group, group_index=4, index=10, size=4)
+    assert [each["rollout_id"] for each in (first, second, lost, missing)] == [10, 11, 12, 13]
+    for stand_in in (lost, missing):
+        held(stand_in)
+        assert (stand_in["remove_sample"], stand_in["reward"]) == (True, 0.5)
+        assert (stand_in["tokens"], stand_in["loss_mask"]) == (first["tokens"][:2], [0])
+        assert stand_in["rollout_routed_experts"] == first["rollout_routed_experts"][:1]
+    # without a Group, a session without a reward is not usable either
+    [[_], [unscored]] = module.group_samples([one_row(), one_row(reward=None)], group_index=0)
+    assert (unscored["remove_sample"], unscored["reward"]) == (True, 1.0)
+
+
+def test_a_sample_names_the_version_of_each_stretch_and_its_sessions_reward() -> None:
+    own = slime.samples(SESSION)[0]["metadata"]["polarnode"]
+    assert own["version_spans"] == [[0, 2, "7"], [4, 5, "7"], [5, 7, "8"]]
+    assert (own["session_reward"], own["row_reward"], own["staleness"]) == (1.0, 1.0, None)
 
 
 # ── miles ─────────────────────────────────────────────────────────────────────
@@ -151,6 +185,26 @@ def test_miles_samples_are_slimes_but_for_its_own_names_and_types() -> None:
     }
     assert {name: str(each.dtype) for name, each in sent["tensors"].items()} == types
     assert miles.session_tensors(no_row()) == []
+
+
+def test_miles_session_tensors_have_each_field_that_its_decoder_reads() -> None:
+    """radixark/miles 31f1ca9, `miles/rollout/session/samples/codec.py`, SAMPLES_VALUE_SPEC_V2: the fields of
+    codec json, each of which `decode_samples_and_merge_input_sample` reads by its name.
+    """
+    json_fields = {"response", "response_length", "status", "weight_versions", "prefix_cache_info"}
+    [sent] = miles.session_tensors(SESSION, decode=lambda ids: "-".join(map(str, ids)))
+    assert set(sent["metadata"]) == json_fields | {"metadata", "reward"}
+    assert sent["metadata"]["response"] == "20-21-13-14-22-23-24"
+
+
+def test_miles_rows_of_a_session_share_its_reward() -> None:
+    """radixark/miles 31f1ca9, `ray/rollout/train_data_conversion.py`: `all samples in rollout … must share one
+    reward`.
+    """
+    session = two_rows(reward=1.0, lineage_rewards={1: -2.0})
+    assert [each["reward"] for each in slime.samples(session)] == [1.0, -2.0]
+    assert [each["reward"] for each in miles.samples(session)] == [1.0, 1.0]
+    assert [each["metadata"]["polarnode"]["row_reward"] for each in miles.samples(session)] == [1.0, -2.0]
 
 
 # ── prime-rl ──────────────────────────────────────────────────────────────────
@@ -186,14 +240,12 @@ class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True):
 
 @pytest.mark.parametrize("advantage", [None, 0.5])
 @pytest.mark.parametrize("session", [SESSION, two_rows()])
-def test_prime_rl_reads_what_is_on_the_wire(session: Trajectory, advantage: float | None) -> None:
-    """Decoded by msgspec, strictly, into a struct of the same fields in the same order; and encoded again to
-    the same bytes.
+def test_prime_rl_makes_its_struct_of_a_samples_values(session: Trajectory, advantage: float | None) -> None:
+    """Converted by msgspec, strictly, into a struct of the same fields in the same order: what `prepare_batch`
+    takes in prime-rl's environment (PrimeIntellect-ai/prime-rl 559b44772, transports/rollouts/types.py).
     """
     for sample in prime_rl.training_samples(session, env_name="swe", advantage=advantage):
-        sent = msgpack.packb(prime_rl.on_the_wire(sample))
-        found = msgspec.msgpack.decode(sent, type=TrainingSample)
-        assert msgspec.msgpack.encode(found) == sent
+        found = msgspec.convert(prime_rl.values(sample), TrainingSample)
         assert found.env_name == "swe"
         length = len(found.token_ids)
         assert len(found.mask) == len(found.logprobs) == len(found.temperatures) == length
@@ -211,9 +263,7 @@ def test_prime_rl_fields_lie_in_the_order_of_the_struct() -> None:
         name: [float(place)]
         for place, name in enumerate(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"))
     }
-    found = msgspec.msgpack.decode(
-        msgpack.packb(prime_rl.on_the_wire(filled | {"mm_token_type_ids": [9]})), type=TrainingSample
-    )
+    found = msgspec.convert(prime_rl.values(filled | {"mm_token_type_ids": [9]}), TrainingSample)
     assert [found.ref_logprobs, found.rl_weights, found.ce_weights, found.ref_kl_weights] == [
         [0.0],
         [1.0],
@@ -334,7 +384,24 @@ def test_the_rows_of_an_areal_rollout_are_padded_with_what_is_nothing() -> None:
     assert batch["versions"][2] == [-1, -1, -1, 8, -1, -1, -1, -1, -1, -1]
     assert batch["attention_mask"][1] == [True] * 4 + [False] * 6
     assert [len(each) for each in batch["logprobs"]] == [10, 10, 10]
-    assert batch["rewards"] == [1.0, 1.0, 1.0]
+    assert batch["rewards"] == batch["original_rewards"] == [1.0, 1.0, 1.0]
+    # the turn of each trained token, which `gae_timestep_unit: turn` needs
+    assert batch["turn_ids"][0] == [-1, -1, -1, 0, 0, -1, -1, 1, 1, 1]
+    assert batch["turn_ids"][2] == [-1, -1, -1, 0, -1, -1, -1, -1, -1, -1]
+
+
+def test_areal_rewards_are_compared_by_session_not_by_row() -> None:
+    """Rewards 1, 0 and 0 of sessions with 2 rows, 1 and 1: over rows their mean would be 1/2."""
+    group = group_of(two_rows(), one_row(sample_index=1, reward=0.0), one_row(sample_index=2, reward=0.0))
+    batch: Any = areal.rollout(group, estimator="grpo_without_std")
+    assert batch["rewards"] == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+    assert batch["original_rewards"] == [1.0, 1.0, 0.0, 0.0]
+    apart = group_of(two_rows(lineage_rewards={1: 0.5}), one_row(sample_index=1, reward=0.0))
+    batch = areal.rollout(apart, estimator="grpo_without_std")
+    assert batch["rewards"] == [0.5, 0.0, -0.5]  # the second lineage's own reward against the same baseline
+    assert batch["original_rewards"] == [1.0, 0.5, 0.0]
+    with pytest.raises(Refused, match="compares the sessions of a Group"):
+        areal.rollout([SESSION], estimator="grpo")
 
 
 def test_what_stands_in_for_a_session_is_never_trained() -> None:
@@ -346,6 +413,34 @@ def test_what_stands_in_for_a_session_is_never_trained() -> None:
     assert output["is_last_step"] is None
 
 
+def test_a_rollout_of_a_group_has_a_place_for_every_member() -> None:
+    """One row, none, and two of which the main agent's is kept, with its own reward."""
+    two = two_rows(sample_index=2, lineage_rewards={1: 0.25}, reward=0.5)
+    lost = no_row(sample_index=1)
+    group = group_of(SESSION, two, lost=[lost])
+    output = trl.rollout_members(group, absent=Absent(token_id=9))
+    assert output["reward"] == [1.0, 0.25, None]
+    assert output["completion_ids"][1:] == [[40], [9]]
+    assert output["env_mask"][1:] == [[1], [0]]
+    assert (output["rows_left_out"], output["unusable"]) == ([0, 1, 0], [0, 0, 1])
+    assert output["session_id"] == ["s0", "s2", "s1"]
+    first, second = two.traces
+    beside = evolve(two, traces=(first, evolve(second, role="subagent")))
+    kept = trl.rollout_members(group_of(beside), absent=Absent(token_id=9))
+    assert (kept["completion_ids"], kept["reward"]) == ([[20, 21]], [0.5])
+    with pytest.raises(Refused, match="has 2 rows"):
+        trl.rollout_members(group_of(beside), absent=Absent(token_id=9), several="refuse")
+    dropped = trl.rollout_members(evolve(group_of(SESSION), state="dropped"), absent=Absent(token_id=9))
+    assert (dropped["reward"], dropped["env_mask"]) == ([None], [[0]])
+
+
+def test_rows_of_a_session_can_have_advantages_of_their_own() -> None:
+    samples = trl.rollout_samples(two_rows(), advantage=[0.5, -0.5], group_id=1)
+    assert [each["advantage"] for each in samples] == [0.5, -0.5]
+    with pytest.raises(Refused, match="1 advantages were given for the 2 rows"):
+        trl.rollout_samples(two_rows(), advantage=[0.5], group_id=1)
+
+
 def test_skyrl_refuses_what_it_would_give_to_other_rows() -> None:
     apart = two_rows(lineage_rewards={1: 0.0})
     with pytest.raises(Refused, match="have different rewards"):
@@ -355,6 +450,21 @@ def test_skyrl_refuses_what_it_would_give_to_other_rows() -> None:
     output = skyrl.generator_output([SESSION, two_rows(sample_index=1)], experts=False)
     assert (output["is_last_step"], output["rollout_expert_indices"]) == ([True, False, True], None)
     assert output["trajectory_generation_times"] == [9.0, 9.0, 9.0]
+
+
+def test_atropos_takes_no_group_that_its_api_would_keep_for_ever() -> None:
+    pair = [SESSION, one_row(sample_index=1)]
+    with pytest.raises(Refused, match="env_id needs group_size="):
+        atropos.scored_data(pair, env_id=0)
+    with pytest.raises(Refused, match="the group has 2 sequences and its environment registered 4"):
+        atropos.scored_data(pair, env_id=0, group_size=4)
+    assert atropos.scored_data(pair, env_id=0, group_size=2)["env_id"] == 0
+
+
+def test_atropos_takes_no_session_of_several_rows_without_advantages() -> None:
+    with pytest.raises(Refused, match="session s1 has 2 rows, and Atropos compares the scores of sequences"):
+        atropos.scored_data([SESSION, two_rows(sample_index=1)])
+    assert len(atropos.scored_data([two_rows()], advantages={"s0": 0.5})["tokens"]) == 2
 
 
 def test_atropos_wants_an_advantage_for_each_session_or_none() -> None:

@@ -1,0 +1,190 @@
+"""TRL's plug-in: weights before samples, a dataset's rows as tasks, sessions of any shape, and both of TRL's
+GRPO trainers with it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import polarnode
+from polarnode.core.errors import Refused
+from polarnode.integrations import trl as plugin
+from polarnode.integrations.rollout_tasks import PluginSettings
+from polarnode.integrations.trl import NodeWorker, PolarnodeRollout, Weights, node_reward
+
+KITS = Path(__file__).parents[1] / "kits"
+TINY = Path(polarnode.__file__).parent / "models" / "tiny"
+TASK = {"harness": {"name": "pi"}}
+WORST = "sampling/sampling_logp_difference/max"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    """What the trainers themselves did, in a program of their own."""
+    done = subprocess.run(
+        [sys.executable, KITS / "trl_plugin_program.py"],
+        input=json.dumps({"model": str(TINY)}).encode(),
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return json.loads(done.stdout)
+
+
+# ── GRPOTrainer ───────────────────────────────────────────────────────────────
+
+
+def test_after_a_step_the_next_samples_come_from_the_new_weights(trained: Any) -> None:
+    """TRL compares recorded logprobs with its own before it trains on them."""
+    pushed = [line[WORST] for line in trained["stock"]["log"] if WORST in line]
+    frozen = [line[WORST] for line in trained["frozen"]["log"] if WORST in line]
+    assert len(pushed) == len(frozen) == 2
+    assert max(pushed) < 1e-4
+    assert frozen[0] < 1e-4
+    assert frozen[1] > 1e-2  # what a policy that nobody pushes looks like
+    assert trained["stock"]["served_at_the_end"]
+    assert not trained["frozen"]["served_at_the_end"]
+
+
+def test_weights_are_pushed_once_a_rollout(trained: Any) -> None:
+    """Four optimizer steps, two on each rollout: steps 0, 2 and 4 are served."""
+    assert [name.rpartition("-")[2] for name in trained["stock"]["folders"]] == ["0", "2", "4"]
+
+
+def test_a_rows_column_is_its_task_and_a_group_is_one_task(trained: Any) -> None:
+    tasks = trained["stock"]["tasks"]
+    assert sorted(each["instruction"] for each in tasks) == ["do 0", "do 1", "do 2", "do 3"]
+    assert {(each["samples"], each["temperature"]) for each in tasks} == {(4, 1.0)}
+
+
+def test_a_lost_session_is_no_reward_of_0_and_rows_left_out_are_logged(trained: Any) -> None:
+    lines = [line for line in trained["stock"]["log"] if "reward" in line]
+    assert {line["node/unusable"] for line in lines} == {0.25}
+    assert {line["node/rows_left_out"] for line in lines} == {0.25}
+    assert all(line["grad_norm"] > 0 for line in trained["stock"]["log"] if "grad_norm" in line)
+
+
+# ── AsyncGRPOTrainer ──────────────────────────────────────────────────────────
+
+
+def test_async_grpo_trains_every_row_of_usable_sessions_once(trained: Any) -> None:
+    """A group is three usable sessions: two of 12 sampled tokens, one of 12 and 6 in two rows. A step takes
+    four rows, which is a group.
+    """
+    found = trained["asynchronous"]
+    assert [len(each["old_log_probs"]) for each in found["seen"]] == [42, 42, 42]
+    for each in found["seen"]:
+        assert len(set(each["advantages"])) <= 3
+        assert all(logprob < 0 for logprob in each["old_log_probs"])
+    first = next(line for line in found["log"] if "ratio" in line)
+    assert first["ratio"] == pytest.approx(1, abs=1e-4)
+    assert first["node/unusable"] == 0.25
+    assert found["sent"] == 4  # before the first rollout, and after each step
+
+
+def test_a_worker_that_failed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLARNODE_PATIENCE_S", "0")
+    worker = NodeWorker([{"prompt": "do it"}], url="http://127.0.0.1:9", task=TASK, samples=2, groups=1)
+    worker.start()
+    try:
+        assert worker._work is not None
+        wait([worker._work], timeout=20)
+        with pytest.raises(RuntimeError, match=r"rollouts on the node ended: .*127\.0\.0\.1:9"):
+            worker.check_health(60)
+    finally:
+        worker.stop()
+
+
+# ── without TRL ───────────────────────────────────────────────────────────────
+
+
+def trainer_of(dataset: Any, **more: Any) -> Any:
+    model = more.pop("model", SimpleNamespace(training=True, config=SimpleNamespace(name_or_path="tiny")))
+    accelerator = SimpleNamespace(unwrap_model=lambda each: each)
+    more |= {"add_callback": lambda _: None, "args": SimpleNamespace(output_dir="out")}
+    return SimpleNamespace(
+        train_dataset=dataset, eval_dataset=None, model=model, accelerator=accelerator, **more
+    )
+
+
+class Table:
+    """A dataset as `datasets` has them."""
+
+    def __init__(self, *rows: dict[str, Any]) -> None:
+        self.rows, self.column_names = rows, list(rows[0])
+
+    def __getitem__(self, at: Any) -> Any:
+        return [row[at] for row in self.rows] if isinstance(at, str) else self.rows[at]
+
+
+def test_two_tasks_of_one_prompt_are_refused() -> None:
+    dataset = Table(
+        {"prompt": "do it", "polarnode": "{}"}, {"prompt": "do it", "polarnode": '{"metadata": {}}'}
+    )
+    with pytest.raises(Refused, match="two rows have the prompt do it and different tasks"):
+        PolarnodeRollout(task=TASK)(["do it"], trainer_of(dataset))
+
+
+def test_a_streaming_dataset_with_tasks_is_refused() -> None:
+    dataset = SimpleNamespace(column_names=["prompt", "extra_info"])
+    with pytest.raises(Refused, match="streaming dataset"):
+        PolarnodeRollout(task=TASK)(["do it"], trainer_of(dataset))
+
+
+def test_an_adapter_is_refused_before_anything_is_sampled() -> None:
+    model = SimpleNamespace(training=True, peft_config={})
+    with pytest.raises(Refused, match="a node takes whole weights"):
+        PolarnodeRollout(task=TASK)(["do it"], trainer_of(Table({"prompt": "x"}), model=model))
+
+
+def test_a_way_to_push_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(Refused, match="disk, tensor or distributed"):
+        PolarnodeRollout(task=TASK, weights="nccl")  # type: ignore[arg-type]
+    with pytest.raises(Refused, match="give its address"):
+        PolarnodeRollout(task=TASK, weights="distributed")
+    with pytest.raises(Refused, match="use one of bfloat16"):
+        PolarnodeRollout(task=TASK, dtype="int8")
+    with pytest.raises(Refused, match="give model="):
+        Weights(settings=PluginSettings()).push(0, [])
+
+
+def test_the_reward_function_passes_what_the_node_gave() -> None:
+    logged: dict[str, float] = {}
+    found = node_reward(
+        ["", "", ""], reward=[0.5, None, 1.0], unusable=[0, 1, 0], rows_left_out=[0, 0, 3], prompts=[],
+        log_metric=logged.__setitem__,
+    )  # fmt: skip
+    assert found == [0.5, None, 1.0]
+    assert logged == {"node/unusable": 1 / 3, "node/rows_left_out": 1.0}
+
+
+def test_versions_of_two_runs_have_different_names_and_count_alike() -> None:
+    one, other = (Weights(settings=PluginSettings(run="r")) for _ in range(2))
+    assert one.version(3) != other.version(3)
+    assert (one.number(one.version(3)), one.number("0"), one.number(other.version(3))) == (3, 0, 0)
+
+
+def test_tensors_are_cast_to_the_types_that_the_node_serves() -> None:
+    torch = pytest.importorskip("torch")
+    weights = Weights(settings=PluginSettings(), dtype="bfloat16")
+    cast = [weights._cast(each) for each in (torch.zeros(2), torch.zeros(2, dtype=torch.int64))]
+    assert [each.dtype for each in cast] == [torch.bfloat16, torch.int64]
+
+
+def test_the_plug_in_imports_nothing_of_the_trainer() -> None:
+    check = (
+        "import sys; import polarnode.integrations.trl;"
+        "print([name for name in ('torch', 'trl', 'transformers', 'trio') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert plugin.FOLDER == "polarnode-weights"

@@ -1,0 +1,213 @@
+"""TRL's two GRPO trainers with the plug-in, on a stand-in for a node that samples with whatever weights it was
+given: a program of its own, because importing TRL takes long and changes the process.
+
+In: {"model": a checkpoint's folder}. Out: what each trainer logged, the tasks that the node got, and the
+tokens of which async GRPO computed a loss. `frozen` is a GRPOTrainer that pushes nothing. AsyncGRPOTrainer is
+for GPUs alone: here its attention kernel is the same attention in torch, and it counts no flops.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainers_kit import group_of, make_turn, no_row, publish
+
+from polarnode.client import tensors
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups import Group
+from polarnode.integrations import trl as plugin
+
+ORACLES = Path(sys.prefix) / "oracles"
+SAMPLED = 6  # tokens of a turn
+
+
+class StandIn:
+    """A node: it loads a folder, or tensors, and its sessions are sampled by that model."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.load = AutoModelForCausalLM.from_pretrained
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model, self.version = self.load(folder, dtype=torch.float32), "0"
+        self.tasks: list[dict[str, Any]] = []
+        self.sessions = 0
+
+    def update_weights(self, version: str, *, path: Path, mode: str) -> None:
+        self.model, self.version = self.load(path), version
+
+    patience_s = 0.0
+
+    def push_weights(self, version: str, named: Any, *, mode: str) -> None:
+        self.model.load_state_dict({name: tensor.clone() for name, tensor in named.items()}, strict=False)
+        self.version = version
+
+    def groups(self, settings: Any, specs: Any) -> list[Group]:
+        return [self.group(spec) for spec in specs]
+
+    def group(self, spec: Any) -> Group:
+        """The first session of each group is lost; the last has two rows."""
+        self.tasks.append({"instruction": spec.instruction, "samples": spec.num_samples, "temperature": spec.sampling.temperature})  # fmt: skip
+        count = spec.num_samples
+        scored = [self.session(spec, number, several=number == count - 1) for number in range(1, count)]
+        self.sessions += count
+        lost = no_row(status="interrupted", session_id=f"{self.sessions}-0")
+        return group_of(*scored, lost=[lost])
+
+    @torch.no_grad()
+    def session(self, spec: Any, number: int, *, several: bool) -> Trajectory:
+        prompt = self.tokenizer.encode(f"{spec.instruction} {number}")[:16]
+        first = self.turn(0, None, prompt)
+        second = self.turn(1, first, [5, 6])
+        turns = [first, second]
+        if several:
+            turns.append(self.turn(2, None, [9, *prompt], lineage=1, role="subagent"))
+        reward = sum(token % 2 for turn in turns for token in turn.sampled) / (SAMPLED * len(turns))
+        return publish(turns, sample_index=number, reward=reward, session_id=f"{self.sessions}-{number}")
+
+    def turn(self, index: int, parent: Any, delta: list[int], **more: Any) -> Any:
+        before = [] if parent is None else [*self.row, *delta]
+        self.row = before or list(delta)
+        sampled, logprobs = [], []
+        for _ in range(SAMPLED):
+            chances = self.model(torch.tensor([self.row])).logits[0, -1].float().log_softmax(-1)
+            token = int(torch.multinomial(chances.exp(), 1))
+            sampled.append(token)
+            logprobs.append(float(chances[token]))
+            self.row.append(token)
+        return make_turn(
+            index, parent, delta, sampled, logprobs=logprobs, versions=[(self.version, SAMPLED)], **more
+        )
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    output = sys.stdout
+    sys.stdout = sys.stderr  # what the trainers print is not our answer
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = {
+            "stock": stock(asked["model"], f"{folder}/stock", "disk"),
+            "frozen": stock(asked["model"], f"{folder}/frozen", "none"),
+            "asynchronous": asynchronous(asked["model"], f"{folder}/async"),
+        }
+        json.dump(answer, output)
+
+
+def stock(model: str, folder: str, weights: str) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    node = StandIn(model)
+    plugin.rollout_groups = node.groups  # type: ignore[assignment]
+    plugin.PolarnodeClient = lambda *_, **__: node  # type: ignore[assignment, misc]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"task {number}"}], "polarnode": json.dumps({"instruction": f"do {number}"})}
+        for number in range(4)
+    ]  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        reward_funcs=plugin.node_reward,
+        rollout_func=plugin.PolarnodeRollout(
+            task={"harness": {"name": "pi"}}, weights=weights, importance_sampling=True
+        ),
+        train_dataset=Dataset.from_list(rows),
+        # a rollout of two groups of four, and two optimizer steps of two micro-batches on it
+        args=GRPOConfig(
+            output_dir=folder, use_cpu=True, bf16=False, report_to=[], num_generations=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            steps_per_generation=4, max_steps=4, learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=1, disable_tqdm=True,
+            save_strategy="no", temperature=1.0, gradient_checkpointing=False,
+        ),
+    )  # fmt: skip
+    trainer.train()
+    ended = trainer.model.state_dict()
+    same = all(torch.equal(each, ended[name]) for name, each in node.model.state_dict().items())
+    left = sorted(path.name for path in Path(folder, plugin.FOLDER).glob("*"))
+    return {"log": trainer.state.log_history, "tasks": node.tasks, "served_at_the_end": same, "folders": left}
+
+
+# ── async GRPO ────────────────────────────────────────────────────────────────
+
+
+def asynchronous(model: str, folder: str) -> Any:
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    packing._flash_attn = lambda: Attention
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+    node = StandIn(model)
+    worker = plugin.NodeWorker([{"prompt": "do it"}], samples=4, groups=1, task={"harness": {"name": "pi"}})
+    plugin.PolarnodeClient = lambda *_, **__: node  # type: ignore[assignment, misc]
+    tensors.buckets = lambda named, **_: dict(named)  # type: ignore[assignment]
+
+    class Rollouts:
+        def __init__(self, settings: Any) -> None:
+            pass
+
+        async def __aenter__(self) -> "Rollouts":
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        async def group(self, spec: Any) -> Group:
+            return node.group(spec)
+
+    plugin.NodeRollouts = Rollouts  # type: ignore[assignment, misc]
+    trainer = AsyncGRPOTrainer(
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(model),
+        train_dataset=[{"prompt": "do it"}],
+        rollout_worker=worker,
+        weight_transfer=worker.weight_transfer,
+        args=AsyncGRPOConfig(
+            output_dir=folder, use_cpu=True, bf16=False, report_to=[], per_device_train_batch_size=4, gradient_accumulation_steps=1, max_steps=3,
+            learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=1, token_budget=-1, disable_tqdm=True, save_strategy="no",
+            gradient_checkpointing=False, dtype="float32", num_generations=4, max_staleness=9,
+        ),
+    )  # fmt: skip
+    seen: list[dict[str, Any]] = []
+    compute = trainer.compute_loss
+
+    def watched(model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+        seen.append({name: inputs[name].flatten().tolist() for name in ("old_log_probs", "advantages")})
+        return compute(model, inputs, *more, **named)
+
+    trainer.compute_loss = watched
+    trainer.train()
+    return {"log": trainer.state.log_history, "seen": seen, "sent": worker.weight_transfer.sent}
+
+
+class Attention:
+    """flash_attn_varlen_func in torch: causal from the end of each segment's keys."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        query: Any, key: Any, value: Any, ends_q: Any, ends_k: Any, *_: Any, softmax_scale: float, **__: Any
+    ) -> Any:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        found = torch.empty_like(query)
+        for number in range(len(ends_q) - 1):
+            q, k = (slice(int(ends[number]), int(ends[number + 1])) for ends in (ends_q, ends_k))
+            scores = torch.einsum("qhd,khd->hqk", query[q], key[k]) * softmax_scale
+            length_q, length_k = scores.shape[1:]
+            hidden = torch.ones(length_q, length_k).triu(1 + length_k - length_q).bool()
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            found[q] = torch.einsum("hqk,khd->qhd", weights, value[k])
+        return found
+
+
+if __name__ == "__main__":
+    sys.path.append(str(ORACLES))
+    os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    warnings.simplefilter("ignore")
+    main()
