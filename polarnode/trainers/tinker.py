@@ -6,6 +6,7 @@ separately. A row whose first token is trained is refused, because the shift lea
 input.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy
@@ -19,18 +20,29 @@ DATUM: Final[Native] = {"data": "numpy"}
 
 
 def datums(
-    trajectory: Trajectory, *, advantage: float | None = None, mask: bool = True, arrays: Arrays = "list"
+    trajectory: Trajectory,
+    *,
+    advantage: float | Sequence[float] | None = None,
+    mask: bool = True,
+    arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
     """A Datum for each row, for reinforcement-learning losses: `target_tokens`, `logprobs`, and `advantages`
-    if one is given. `mask` is for the cookbook, which removes it before forward_backward; remove it yourself
-    if you call that directly.
+    if one is given, for the session or for each of its rows. `mask` is for the cookbook, which removes it
+    before forward_backward; remove it yourself if you call that directly.
     """
     rows = []
-    for row in rows_of(trajectory):
+    trained_rows = rows_of(trajectory)
+    each = advantage if isinstance(advantage, Sequence) else [advantage] * len(trained_rows)
+    if len(each) != len(trained_rows):
+        raise Refused(
+            f"{len(each)} advantages were given for the {len(trained_rows)} rows of session"
+            f" {trajectory.session_id}: give one for each row, or one number"
+        )
+    for row, one in zip(trained_rows, each, strict=True):
         trained = row.mask[1:]
         inputs = {"logprobs": _tensor(row.logprobs[1:], "float32")}
-        if advantage is not None:
-            inputs["advantages"] = _tensor(numpy.where(trained == 1, advantage, 0.0), "float32")
+        if one is not None:
+            inputs["advantages"] = _tensor(numpy.where(trained == 1, one, 0.0), "float32")
         if mask:
             inputs["mask"] = _tensor(trained, "float32")
         rows.append(_datum(row, inputs))

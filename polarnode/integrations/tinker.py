@@ -1,0 +1,188 @@
+"""A policy-gradient loop for Tinker (0.38): sessions of a node in, optimizer steps in Tinker's cloud out.
+
+    from polarnode.integrations.tinker import train
+
+    train(training_client, rows, weights=serve, steps=50)
+
+Tinker trains adapters in its own cloud, and a node samples from whole weights. So the caller gives
+`weights`, which brings each step's weights to the node; docs/trainers/tinker.md has one. Nothing here imports
+tinker before it is used.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, islice
+from typing import Any, Final, Protocol
+
+from attrs import field, frozen
+
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.groups import Estimator, Group
+from polarnode.groups import rows_of as training_rows
+from polarnode.integrations.rollout_tasks import PluginSettings, plugin_settings, rollout_groups, task_of
+from polarnode.trainers.tinker import datums
+
+logger = logging.getLogger(__name__)
+
+# Brings the weights after so many steps from Tinker to the node, and returns when the node serves them.
+ServeWeights = Callable[[Any, int], object]
+LEARNING_RATE: Final = 4e-5  # the cookbook's for adapters is of this size; Adam's other numbers are its own
+ADAM: Final = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+class Future(Protocol):
+    """Tinker's APIFuture."""
+
+    def result(self) -> Any: ...
+
+
+class TrainingClient(Protocol):
+    """What is used of `tinker.TrainingClient`."""
+
+    def forward_backward(
+        self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
+    ) -> Future: ...
+
+    def optim_step(self, optim_params: Any) -> Future: ...
+
+
+@frozen(kw_only=True)
+class Step:
+    """What a step did. `rows` and `tokens` were trained; `unusable` members of its groups were not. `reward`
+    is the mean of usable sessions, None without one.
+
+    `worst`: the largest difference of a recorded logprob from Tinker's own, in nats. On the weights that
+    sampled it is as small as two engines' arithmetic differs; more means that the node does not serve what
+    Tinker trains. `metrics` are Tinker's.
+    """
+
+    number: int
+    reward: float | None
+    sessions: int
+    unusable: int
+    rows: int
+    tokens: int
+    worst: float
+    metrics: Mapping[str, float] = field(factory=dict)
+
+
+def train(
+    client: TrainingClient,
+    dataset: Sequence[Mapping[str, Any]],
+    *,
+    weights: ServeWeights,
+    steps: int,
+    prompts: int = 8,
+    samples: int = 8,
+    loss_fn: str = "importance_sampling",
+    loss_fn_config: Mapping[str, float | str] | None = None,
+    estimator: Estimator = "grpo_without_std",
+    adam: Any = None,
+    temperature: float = 1.0,
+    settings: PluginSettings | None = None,
+) -> Iterator[Step]:
+    """Yield after each step. Each takes the next `prompts` rows of the dataset, repeated for ever, as tasks
+    of `samples` sessions.
+
+    * `weights(client, n)` serves the weights after `n` steps on the node; it is called with 0 first, so that
+      what samples is what is trained, and after each step that changed them.
+    * `estimator`: "grpo_without_std" is the cookbook's. `adam`: a `tinker.AdamParams`; the cookbook's numbers
+      if None.
+    * `settings`: of `plugin_settings`; from POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN
+      if None.
+
+    Sessions that are not usable train nothing, and are no reward of 0. A step without a row takes no
+    optimizer step.
+    """
+    if not dataset:
+        raise Refused("the dataset has no row", path="$.dataset")
+    # Tinker computes logprobs at temperature 1
+    if temperature != 1.0 and loss_fn != "cross_entropy":
+        logger.warning("Tinker's logprobs are at temperature 1, and sessions are sampled at %s", temperature)
+    where = settings or plugin_settings()
+    rows = (dataset[number % len(dataset)] for number in count())
+    sampling: dict[str, Json] = {"temperature": temperature}
+    weights(client, 0)
+    for number in range(1, steps + 1):
+        specs = [task_of(where, row, samples=samples, sampling=sampling) for row in islice(rows, prompts)]
+        groups = rollout_groups(where, specs)
+        data = data_of(groups, estimator=estimator)
+        if not data:
+            logger.warning("step %d has no row to train: weights stay as they are", number)
+            yield _step(number, groups, data, None, {})
+            continue
+        # both before either is awaited: Tinker computes them in one of its cycles
+        forward = client.forward_backward(data, loss_fn, loss_fn_config)
+        optimizer = client.optim_step(adam or _adam())
+        output, stepped = forward.result(), optimizer.result()
+        weights(client, number)
+        yield _step(number, groups, data, output, {**output.metrics, **(stepped.metrics or {})})
+
+
+def data_of(groups: Sequence[Group], *, estimator: Estimator = "grpo_without_std") -> list[Any]:
+    """The `tinker.Datum`s of a batch: every row of every usable session once, with its advantage on sampled
+    tokens and 0 elsewhere.
+
+    Tinker sums the loss over all tokens of a batch, so that each counts alike.
+    """
+    from tinker.types import Datum, ModelInput, TensorData  # type: ignore[import-not-found]
+
+    advantages: dict[str, list[float]] = {}
+    for row in training_rows(groups, estimator=estimator):
+        advantages.setdefault(row.session_id, []).append(row.advantage)
+    fields = [
+        each
+        for group in groups
+        for trajectory in group.usable
+        for each in datums(
+            trajectory,
+            advantage=advantages.get(trajectory.session_id, []),
+            mask=False,  # forward_backward refuses it
+            arrays="native",
+        )
+    ]
+    return [
+        Datum(
+            model_input=ModelInput.model_validate(each["model_input"]),
+            loss_fn_inputs={name: TensorData(**tensor) for name, tensor in each["loss_fn_inputs"].items()},
+        )
+        for each in fields
+    ]
+
+
+def _step(
+    number: int, groups: Sequence[Group], data: Sequence[Any], output: Any, metrics: Mapping[str, float]
+) -> Step:
+    members = [member for group in groups for member in group.members]
+    rewards = [trajectory.reward for group in groups for trajectory in group.usable]
+    found = [reward for reward in rewards if reward is not None]
+    trained = [each.loss_fn_inputs["advantages"].to_numpy() != 0 for each in data]
+    return Step(
+        number=number,
+        reward=sum(found) / len(found) if found else None,
+        sessions=len(members),
+        unusable=len(members) - len(rewards),
+        rows=len(data),
+        tokens=int(sum(each.sum() for each in trained)),
+        worst=_worst(data, output) if output is not None else 0.0,
+        metrics=metrics,
+    )
+
+
+def _worst(data: Sequence[Any], output: Any) -> float:
+    """Over sampled tokens, which alone have a recorded logprob: a token that was certain has 0, and so has
+    its own.
+    """
+    worst = 0.0
+    for datum, computed in zip(data, output.loss_fn_outputs, strict=True):
+        recorded = datum.loss_fn_inputs["logprobs"].to_numpy()
+        away = abs(computed["logprobs"].to_numpy() - recorded)[recorded != 0]
+        worst = max(worst, float(away.max(initial=0.0)))
+    return worst
+
+
+def _adam() -> Any:
+    from tinker.types import AdamParams
+
+    return AdamParams(learning_rate=LEARNING_RATE, **ADAM)

@@ -1,0 +1,69 @@
+"""The Tinker loop: with tinker's own types, the real loss, and weights that are served or are not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polarnode
+from polarnode.core.errors import Refused
+from polarnode.integrations.rollout_tasks import PluginSettings
+from polarnode.integrations.tinker import train
+
+KITS = Path(__file__).parents[1] / "kits"
+TINY = Path(polarnode.__file__).parent / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def looped() -> Any:
+    done = subprocess.run(
+        [sys.executable, KITS / "tinker_program.py"],
+        input=json.dumps({"model": str(TINY)}).encode(),
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_the_next_sessions_come_from_the_weights_of_the_step_before(looped: Any) -> None:
+    served = [step["worst"] for step in looped["served"]["steps"]]
+    frozen = [step["worst"] for step in looped["frozen"]["steps"]]
+    assert len(served) == len(frozen) == 3
+    assert max(served) < 1e-4
+    assert frozen[0] < 1e-4
+    assert min(frozen[1:]) > 1e-2  # what a policy that nobody serves looks like
+
+
+def test_every_sampled_token_of_usable_sessions_gets_a_gradient_and_no_other(looped: Any) -> None:
+    """Of each group three sessions are usable, the last in two rows: 2 groups x 42 tokens x 3 steps."""
+    taught = looped["served"]["taught"]
+    assert [each["gradient"] for each in taught] == [each["sampled"] for each in taught]
+    assert sum(len(each["gradient"]) for each in taught) == 2 * 42 * 3
+    assert len(taught) == 2 * 4 * 3
+
+
+def test_lost_sessions_are_counted_and_are_no_reward_of_0(looped: Any) -> None:
+    for step in looped["served"]["steps"]:
+        assert (step["sessions"], step["unusable"], step["rows"], step["tokens"]) == (8, 2, 8, 84)
+        assert "loss:sum" in step["metrics"]
+    # advantages of a group sum to 0 over its usable sessions: two rows of the last have the same
+    *others, main, beside = (max(each["advantages"], key=abs) for each in looped["served"]["taught"][:4])
+    assert main == beside
+    assert sum(others) + main == pytest.approx(0, abs=1e-6)
+
+
+def test_a_step_takes_the_next_rows_of_the_dataset(looped: Any) -> None:
+    tasks = [each["instruction"] for each in looped["served"]["tasks"]]
+    assert tasks == ["task 0", "task 1", "task 2", "task 0", "task 1", "task 2"]
+
+
+def test_a_dataset_without_a_row_is_refused() -> None:
+    with pytest.raises(Refused, match="has no row"):
+        next(train(None, [], weights=print, steps=1, settings=PluginSettings()))  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""A stand-in for a node that samples with whatever weights it was given, for the loops of trainers' plug-ins."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainers_kit import group_of, make_turn, no_row, publish
+
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups import Group
+
+SAMPLED = 6  # tokens of a turn
+
+
+class StandIn:
+    """A node: it loads a folder, or tensors, and its sessions are sampled by that model."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.load = AutoModelForCausalLM.from_pretrained
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model, self.version = self.load(folder, dtype=torch.float32), "0"
+        self.tasks: list[dict[str, Any]] = []
+        self.sessions = 0
+
+    def update_weights(self, version: str, *, path: Path, mode: str) -> None:
+        self.model, self.version = self.load(path), version
+
+    patience_s = 0.0
+
+    def push_weights(self, version: str, named: Any, *, mode: str) -> None:
+        self.model.load_state_dict({name: tensor.clone() for name, tensor in named.items()}, strict=False)
+        self.version = version
+
+    def groups(self, settings: Any, specs: Any) -> list[Group]:
+        return [self.group(spec) for spec in specs]
+
+    def group(self, spec: Any) -> Group:
+        """The first session of each group is lost; the last has two rows."""
+        self.tasks.append({"instruction": spec.instruction, "samples": spec.num_samples, "temperature": spec.sampling.temperature})  # fmt: skip
+        count = spec.num_samples
+        scored = [self.session(spec, number, several=number == count - 1) for number in range(1, count)]
+        self.sessions += count
+        lost = no_row(status="interrupted", session_id=f"{self.sessions}-0")
+        return group_of(*scored, lost=[lost])
+
+    @torch.no_grad()
+    def session(self, spec: Any, number: int, *, several: bool) -> Trajectory:
+        prompt = self.tokenizer.encode(f"{spec.instruction} {number}")[:16]
+        first = self.turn(0, None, prompt)
+        second = self.turn(1, first, [5, 6])
+        turns = [first, second]
+        if several:
+            turns.append(self.turn(2, None, [9, *prompt], lineage=1, role="subagent"))
+        return publish(
+            turns, sample_index=number, reward=number**2 / 9, session_id=f"{self.sessions}-{number}"
+        )
+
+    def turn(self, index: int, parent: Any, delta: list[int], **more: Any) -> Any:
+        before = [] if parent is None else [*self.row, *delta]
+        self.row = before or list(delta)
+        sampled, logprobs = [], []
+        for _ in range(SAMPLED):
+            chances = self.model(torch.tensor([self.row])).logits[0, -1].float().log_softmax(-1)
+            token = int(torch.multinomial(chances.exp(), 1))
+            sampled.append(token)
+            logprobs.append(float(chances[token]))
+            self.row.append(token)
+        return make_turn(
+            index, parent, delta, sampled, logprobs=logprobs, versions=[(self.version, SAMPLED)], **more
+        )

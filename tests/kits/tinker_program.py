@@ -1,0 +1,104 @@
+"""The Tinker loop with tinker's own types, on a stand-in for its cloud that computes the importance-sampling
+loss in torch, and a stand-in for a node that samples with the weights it was given.
+
+In: {"model": a checkpoint's folder}. Out: the steps, with weights that are served (`served`) and with weights
+that never reach the node (`frozen`), and of each Datum the positions that got a gradient.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from attrs import asdict
+from sampling_node import StandIn
+
+from polarnode.integrations import tinker as plugin
+from polarnode.integrations.rollout_tasks import PluginSettings
+
+ORACLES = Path(sys.prefix) / "oracles"
+
+
+class Cloud:
+    """A TrainingClient: minus the sum over tokens of probability ratio times advantage, as Tinker documents
+    `importance_sampling`; AdamW.
+    """
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0)
+        self.taught: list[dict[str, Any]] = []
+
+    def forward_backward(self, data: list[Any], loss_fn: str, loss_fn_config: Any = None) -> Any:
+        from tinker.types import ForwardBackwardOutput, TensorData
+
+        assert loss_fn == "importance_sampling"
+        outputs, total = [], 0.0
+        for datum in data:
+            inputs = {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
+            assert set(inputs) == {"target_tokens", "logprobs", "advantages"}  # it refuses others
+            logits = self.model(torch.tensor([datum.model_input.to_ints()])).logits[0].log_softmax(-1)
+            own = logits.gather(1, inputs["target_tokens"][:, None])[:, 0]
+            own.retain_grad()
+            loss = -(torch.exp(own - inputs["logprobs"]) * inputs["advantages"]).sum()
+            loss.backward()
+            total += float(loss)
+            gradient = own.grad.nonzero()[:, 0].tolist()
+            self.taught.append({"gradient": gradient, "sampled": inputs["logprobs"].nonzero()[:, 0].tolist(), "advantages": inputs["advantages"].tolist()})  # fmt: skip
+            outputs.append({"logprobs": TensorData.from_torch(own.detach())})
+        found = ForwardBackwardOutput(
+            loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": total}
+        )
+        return SimpleNamespace(result=lambda: found)
+
+    def optim_step(self, optim_params: Any) -> Any:
+        from tinker.types import AdamParams
+
+        assert isinstance(optim_params, AdamParams)
+        for group in self.optimizer.param_groups:
+            group["lr"] = optim_params.learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return SimpleNamespace(result=lambda: SimpleNamespace(metrics=None))
+
+
+def looped(folder: str, *, served: bool) -> Any:
+    from tinker.types import AdamParams
+
+    node, cloud = StandIn(folder), Cloud(folder)
+    plugin.rollout_groups = node.groups  # type: ignore[assignment]
+
+    def weights(client: Cloud, step: int) -> None:
+        if served:
+            node.push_weights(str(step), client.model.state_dict(), mode="in_place")
+
+    steps = plugin.train(
+        cloud,
+        [{"prompt": f"task {number}"} for number in range(3)],
+        weights=weights,
+        steps=3,
+        prompts=2,
+        samples=4,
+        adam=AdamParams(learning_rate=1e-3),
+        settings=PluginSettings(template={"harness": {"name": "pi"}}),
+    )
+    return {"steps": [asdict(step) for step in steps], "taught": cloud.taught, "tasks": node.tasks}
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    output = sys.stdout
+    sys.stdout = sys.stderr  # progress bars are not our answer
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    folder = asked["model"]
+    json.dump({"served": looped(folder, served=True), "frozen": looped(folder, served=False)}, output)
+
+
+if __name__ == "__main__":
+    sys.path.append(str(ORACLES))
+    main()
