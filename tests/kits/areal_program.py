@@ -1,13 +1,14 @@
-"""AReaL's own actor on rows of ours: its advantages, its mini-batches, its packing and its loss, on CPU tensors.
-A program of its own, because importing it changes the process.
+"""The workflow for AReaL in AReaL's own code, on a stand-in for a node: its import path, its check of what a
+workflow returns, its groups, then its actor's advantages, mini-batches, packing and loss, on CPU tensors. A
+program of its own, because importing it changes the process.
 
 areal 1.0.4 lies in .venv/oracles without what it imports; `--root` names another checkout of it (run by hand on
-areal-project/AReaL cbff54d64). Of modules that are not installed, and of AReaL's packages whose `__init__` starts
-engines, an empty one stands in; every function that works on tensors is AReaL's.
-
-JSON in: {"rollouts": [what `areal.rollout` returned, as lists], "turns": bool}. JSON out, see `main`.
+areal-project/AReaL cbff54d64, with `--turns` for its turn-level advantages). Of modules that are not installed,
+and of AReaL's packages whose `__init__` starts engines, an empty one stands in; every function that works on
+rows or tensors is AReaL's.
 """
 
+import asyncio
 import importlib
 import json
 import logging
@@ -15,22 +16,22 @@ import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
+from attrs import evolve
+from trainers_kit import group_of, make_turn, no_row, one_row, publish, two_rows
+
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups import Group
+from polarnode.integrations.rollout_tasks import SessionLost
 
 VOCABULARY = 128
 MISSING = {"torchdata", "hydra", "omegaconf", "ray", "numba", "lark"}
 EMPTY = ("areal", "areal.infra", "areal.trainer", "areal.trainer.ppo", "areal.experimental", "areal.engine")
-TYPES = {
-    "loss_mask": torch.int64,
-    "input_ids": torch.int64,
-    "versions": torch.int64,
-    "turn_ids": torch.int32,
-    "attention_mask": torch.bool,
-}
 
 
 class Anything(ModuleType):
@@ -58,8 +59,8 @@ class Absent(MetaPathFinder, Loader):
         """Nothing: it has every name."""
 
 
-def areal(root: Path) -> tuple[Any, Any, Any]:
-    """(its actor module, its configuration's, its data's)."""
+def load(root: Path) -> None:
+    """Make `areal` importable from this folder."""
     sys.path.append(str(root))
     sys.meta_path.append(Absent())
     for name in EMPTY:
@@ -68,9 +69,6 @@ def areal(root: Path) -> tuple[Any, Any, Any]:
         sys.modules[name] = package
     log = sys.modules["areal.utils.logging"] = Anything("areal.utils.logging")
     log.getLogger, log.Logger = logging.getLogger, logging.Logger  # type: ignore[attr-defined]
-    names = ("areal.trainer.ppo.actor", "areal.api.cli_args", "areal.utils.data")
-    actor, config, data = (importlib.import_module(name) for name in names)
-    return actor, config, data
 
 
 class Engine:
@@ -107,32 +105,151 @@ class Engine:
         return {}
 
 
-def tensors(rollout: dict[str, Any]) -> dict[str, Any]:
+# ── the node ──────────────────────────────────────────────────────────────────
+
+
+def fork(**more: Any) -> Trajectory:
+    """Two continuations of one turn: the second row has it as context, sampled and not trained there."""
+    first = make_turn(0, None, [10, 11, 12], [20, 21])
+    one = make_turn(1, first, [13], [22, 23], versions=[("", 2)])
+    other = make_turn(2, first, [14], [24, 25, 26], kind="branch", versions=[("8", 3)])
+    return publish([first, one, other], **more)
+
+
+def sliced(**more: Any) -> Trajectory:
+    """A row of five turns, cut where it would be longer than nine tokens."""
+    turns = [make_turn(0, None, [10, 11, 12], [20, 21])]
+    for index in range(1, 5):
+        turns.append(make_turn(index, turns[-1], [13, 14], [30 + index, 40 + index, 50 + index]))
+    return publish(turns, config={"train_roles": ["main"], "max_row_tokens": 9}, **more)
+
+
+def groups() -> dict[str, Group]:
+    """By instruction. Of the first one session was lost, of the second a lineage has a reward of its own."""
+    lost = no_row(sample_index=3, status="interrupted")
+    one = [one_row(), two_rows(sample_index=1, reward=0.0), fork(sample_index=2, reward=0.25)]
+    two = [sliced(), two_rows(sample_index=1, reward=0.5, lineage_rewards={1: 0.0})]
     return {
-        name: torch.tensor(value, dtype=TYPES.get(name, torch.float32)) for name, value in rollout.items()
+        "one": group_of(*one, lost=[lost]),
+        "two": group_of(*two),
+        "nothing": group_of(lost=[lost]),
+        "dropped": evolve(group_of(*two), state="dropped", reason="uniform reward"),
     }
 
 
-def main() -> None:
-    given = json.load(sys.stdin)
-    default = Path(sys.prefix) / "oracles"
-    root = Path(sys.argv[sys.argv.index("--root") + 1]) if "--root" in sys.argv else default
-    actor, config, data = areal(root)
+class Client:
+    """The node's versions: it serves "8" after its first task."""
+
+    version = "7"
+
+    async def weights(self) -> Any:
+        return SimpleNamespace(version=self.version)
+
+
+class StandIn:
+    """A node for `NodeRollouts`, with the groups above."""
+
+    tasks: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, settings: Any) -> None:
+        self.client = Client()
+
+    async def group(self, spec: Any) -> Group:
+        self.tasks.append(spec)
+        Inference.version = 101
+        self.client.version = "8"
+        if spec.instruction == "lost":
+            raise SessionLost("the machine lost it")
+        return groups()[spec.instruction]
+
+
+class Inference:
+    """AReaL's side of the engines: it knows the number of the weights."""
+
+    version = 100
+
+    def get_version(self) -> int:
+        return self.version
+
+
+# ── AReaL's side ──────────────────────────────────────────────────────────────
+
+
+async def episodes(executor: Any, remote: Any, context: Any, workflow: Any) -> dict[str, Any]:
+    """What AReaL gets of each row, checked by its own function; of "one" also through its own group."""
+    found = {}
+    for instruction in ("one", "two", "nothing", "dropped", "lost"):
+        context.set(context.WorkflowContext(is_eval=False, task_id=1))
+        found[instruction] = await workflow.arun_episode(Inference(), {"prompt": instruction})
+        assert executor.check_trajectory_format(found[instruction], logger=logging.getLogger())
+    grouped = remote.GroupedRolloutWorkflow(workflow, 2, logging.getLogger())
+    found["grouped"] = await grouped.arun_episode(Inference(), {"prompt": "one"})
+    context.set(context.WorkflowContext(is_eval=True, task_id=1))
+    found["eval"] = await workflow.arun_episode(Inference(), {"prompt": "one"})
+    return found
+
+
+def trained_by(actor: Any, config: Any, data: Any, rollouts: list[Any], *, turns: bool) -> dict[str, Any]:
+    """The advantages that AReaL's actor computes, and which tokens its loss moves."""
     plain = {"experiment_name": "e", "trial_name": "t", "kl_ctl": 0.0, "recompute_logprob": False}
     settings = config.PPOActorConfig(
         **plain, reward_norm=None, adv_norm=None, use_decoupled_loss=False, ppo_n_minibatches=2
     )
-    if given["turns"]:
+    if turns:
         settings.gae_timestep_unit = "turn"
     engine = Engine(data)
     ppo = actor.PPOActor(settings, engine)
-    rollouts = ppo.compute_advantages([tensors(each) for each in given["rollouts"]])
+    computed = ppo.compute_advantages(rollouts)
     advantages = [
-        [row[mask.bool()].tolist() for row, mask in zip(each["advantages"], each["loss_mask"], strict=True)]
-        for each in rollouts
+        row[mask.bool()].tolist()
+        for each in computed
+        for row, mask in zip(each["advantages"], each["loss_mask"], strict=True)
     ]
-    ppo.ppo_update(rollouts)
-    json.dump({"advantages": advantages, "batches": engine.seen}, sys.stdout)
+    ppo.ppo_update(computed)
+    return {"advantages": advantages, "batches": engine.seen}
+
+
+def main() -> None:
+    output, sys.stdout = sys.stdout, sys.stderr  # what AReaL prints is not our answer
+    default = Path(sys.prefix) / "oracles"
+    root = Path(sys.argv[sys.argv.index("--root") + 1]) if "--root" in sys.argv else default
+    load(root)
+    modules = (
+        "api.workflow_api infra.workflow_context utils.stats_tracker infra.workflow_executor"
+        " infra.remote_inf_engine trainer.ppo.actor api.cli_args utils.data utils.dynamic_import"
+    )
+    of = {name: importlib.import_module(f"areal.{name}") for name in modules.split()}
+    kind = of["utils.dynamic_import"].import_from_string("polarnode.integrations.areal.PolarnodeWorkflow")
+    assert issubclass(kind, of["api.workflow_api"].RolloutWorkflow)
+    plugin = importlib.import_module("polarnode.integrations.areal")
+    plugin.NodeRollouts = StandIn  # type: ignore[attr-defined]
+    workflow = kind(task={"harness": {"name": "pi"}}, samples=4, temperature=0.5)
+    refusals = []
+    for wrong in ({"samples": 1}, {"samples": 2, "estimator": "mean"}, {"samples": 2, "adress": "x"}):
+        try:
+            kind(**wrong)
+        except Refused as refused:
+            refusals.append(refused.path)
+    context = of["infra.workflow_context"]
+    found = asyncio.run(
+        episodes(of["infra.workflow_executor"], of["infra.remote_inf_engine"], context, workflow)
+    )
+    rollouts = [dict(found["one"]), dict(found["two"])]
+    trained = trained_by(
+        of["trainer.ppo.actor"], of["api.cli_args"], of["utils.data"], rollouts, turns="--turns" in sys.argv
+    )
+    scopes = [of["utils.stats_tracker"].get(scope).stats for scope in ("rollout", "eval-rollout")]
+    answer = {
+        "none": sorted(name for name, each in found.items() if each is None),
+        "refusals": refusals,
+        "versions": found["one"]["versions"].tolist(),
+        "eval": found["eval"]["rewards"].tolist(),
+        "grouped": len(found["grouped"]["input_ids"]),
+        "rewards": [{key: list(value) for key, value in each.items()} for each in scopes],
+        "tasks": [(each.num_samples, each.sampling.temperature) for each in StandIn.tasks],
+        **trained,
+    }
+    json.dump(answer, output)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainers_kit import group_of, make_turn, no_row, one_row, publish, trained, two_rows
+from trainers_kit import group_of, no_row, one_row, two_rows
 
 import polarnode
-from polarnode.core.trajectory import Trajectory
-from polarnode.groups import rows_of
 from polarnode.trainers import Absent, areal, atropos, of_roles, skyrl, tinker, trl, verl
 
 HERE = Path(__file__).parents[1] / "kits"
@@ -122,46 +120,6 @@ def test_areal_makes_of_the_same_calls_what_we_make_of_the_session(told: dict[st
     for name, each in theirs.items():
         assert each["data"] == ours[name]
         assert (each["dtype"], each["shape"]) == (str(tensors[name].dtype), list(tensors[name].shape)), name
-
-
-def fork(**more: Any) -> Trajectory:
-    """Two continuations of one turn: the second row has it as context, sampled and not trained there."""
-    first = make_turn(0, None, [10, 11, 12], [20, 21])
-    one = make_turn(1, first, [13], [22, 23])
-    other = make_turn(2, first, [14], [24, 25, 26], kind="branch", versions=[("8", 3)])
-    return publish([first, one, other], **more)
-
-
-def sliced(**more: Any) -> Trajectory:
-    """A row of five turns, cut where it would be longer than nine tokens."""
-    turns = [make_turn(0, None, [10, 11, 12], [20, 21])]
-    for index in range(1, 5):
-        turns.append(make_turn(index, turns[-1], [13, 14], [30 + index, 40 + index, 50 + index]))
-    return publish(turns, config={"train_roles": ["main"], "max_row_tokens": 9}, **more)
-
-
-def test_areals_actor_trains_each_sampled_token_once_and_nothing_else() -> None:
-    """AReaL 1.0.4's own advantages, mini-batches, packing and loss, over sessions of one row, several, slices,
-    a lineage with a reward of its own, and none.
-    """
-    apart = {"lineage_rewards": {1: 0.0}}
-    groups = [
-        group_of(SESSION, two_rows(sample_index=1, reward=0.0), fork(sample_index=2, reward=0.25), lost=[no_row(sample_index=3)]),
-        group_of(sliced(), two_rows(sample_index=1, reward=0.5, **apart)),
-    ]  # fmt: skip
-    rollouts = [areal.rollout(group, estimator="grpo") for group in groups]
-    found = run("areal_program.py", {"rollouts": rollouts, "turns": False})
-    rows = [row for group in groups for row in rows_of([group], estimator="grpo")]
-    for told, row in zip((each for one in found["advantages"] for each in one), rows, strict=True):
-        assert told == pytest.approx([row.advantage] * row.tokens)
-    expected = sorted(
-        token for group in groups for each in group.usable for row in trained(each) for token, *_ in row
-    )
-    tokens = sorted(token for batch in found["batches"] for token in batch["tokens"])
-    assert tokens == expected
-    assert sum(batch["weight"] for batch in found["batches"]) == len(expected)
-    assert sorted(token for batch in found["batches"] for token in batch["moved"]) == expected
-    assert [batch["moved_untrained"] for batch in found["batches"]] == [0, 0]
 
 
 def test_tinker_takes_a_datum_and_gives_back_what_was_in_it(told: dict[str, Any]) -> None:

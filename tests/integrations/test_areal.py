@@ -1,0 +1,81 @@
+"""AReaL's plug-in in AReaL's own code: areal 1.0.4 finds the workflow by its import path, runs it alone and in
+its own group, and its actor trains what the workflow gives (tests/kits/areal_program.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "kits" / "areal_program.py"
+# of the sessions that are usable, in the program's order: row by row the trained tokens
+ONE = [[20, 21, 22, 23, 24], [20, 21], [40], [20, 21, 22, 23], [24, 25, 26]]
+TWO = [[20, 21], *([30 + turn, 40 + turn, 50 + turn] for turn in range(1, 5)), [20, 21], [40]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    done = subprocess.run(
+        [sys.executable, PROGRAM],
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_a_row_is_one_task_with_the_trainers_sampling(found: Any) -> None:
+    assert set(map(tuple, found["tasks"])) == {(4, 0.5)}
+
+
+def test_wrong_settings_are_named(found: Any) -> None:
+    assert found["refusals"] == ["$.samples", "$.estimator", "$.adress"]
+
+
+def test_what_is_lost_dropped_or_empty_is_rejected_and_never_a_reward_of_0(found: Any) -> None:
+    assert found["none"] == ["dropped", "lost", "nothing"]
+
+
+def test_rewards_are_compared_by_session_not_by_row(found: Any) -> None:
+    """Rewards 1, 0 and 1/4 of sessions with one row, two and two; then 1 and 1/2, of which one lineage got 0."""
+    told = [set(row) for row in found["advantages"]]
+    assert all(len(each) == 1 for each in told)
+    values = [each.pop() for each in told]
+    mean, spread = 1.25 / 3, 0.520416
+    one = [(reward - mean) / spread for reward in (1, 0, 0, 0.25, 0.25)]
+    two = [(reward - 0.75) / 0.353553 for reward in (1, 1, 1, 1, 1, 0.5, 0)]
+    assert values == pytest.approx(one + two, abs=1e-4)
+    assert [len(row) for row in found["advantages"]] == [len(row) for row in ONE + TWO]
+
+
+def test_the_actor_moves_each_sampled_token_once_and_nothing_else(found: Any) -> None:
+    expected = sorted(token for row in ONE + TWO for token in row)
+    batches = found["batches"]
+    assert len(batches) == 2
+    assert sorted(token for batch in batches for token in batch["tokens"]) == expected
+    assert sorted(token for batch in batches for token in batch["moved"]) == expected
+    assert sum(batch["weight"] for batch in batches) == len(expected)
+    assert [batch["moved_untrained"] for batch in batches] == [0, 0]
+
+
+def test_versions_are_areals_numbers_learned_from_what_the_node_served(found: Any) -> None:
+    """The node served "7" at 100 and "8" at 101; tokens of weights that nobody named are as old as their episode."""
+    assert found["versions"][0] == [-1, -1, -1, 100, 100, -1, -1, 100, 101, 101]
+    assert found["versions"][3][:8] == [-1, -1, -1, 100, 100, -1, 100, 100]
+
+
+def test_evaluation_gives_rewards_as_they_are_and_logs_them_by_session(found: Any) -> None:
+    assert found["eval"] == [1.0, 0.0, 0.0, 0.25, 0.25]
+    rollout, evaluation = found["rewards"]
+    assert [value for key, value in evaluation.items() if key.endswith("reward")] == [[1.0, 0.0, 0.25]]
+    assert [len(value) for key, value in rollout.items() if key.endswith("reward")] == [13]
+
+
+def test_areals_own_group_takes_it_too(found: Any) -> None:
+    assert found["grouped"] == 2 * len(ONE)
