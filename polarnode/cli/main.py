@@ -5,7 +5,7 @@ Keep heavy imports inside the commands: `--help` and the start of every command 
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -457,9 +457,22 @@ def doctor(ctx: click.Context, /, **params: Any) -> None:
     help="Host name that is served besides loopback's and --host; repeatable.",
 )
 @click.option("--port", type=int, default=0, help="Port to listen on; 0 takes a free one.  [default: 0]")
+@click.option(
+    "--lost",
+    type=click.Choice(["fail", "mask"]),
+    default="fail",
+    show_default=True,
+    help="What a rollout becomes that cannot be trained: tried again, then 503; or a masked sample.",
+)
 @node_address
 def gym_agent(
-    template: Path, host: str, allowed_hosts: tuple[str, ...], port: int, url: str, token: str | None
+    template: Path,
+    host: str,
+    allowed_hosts: tuple[str, ...],
+    port: int,
+    lost: Literal["fail", "mask"],
+    url: str,
+    token: str | None,
 ) -> None:
     """Serve an agent server of NeMo Gym. Each /run becomes a task on a running node, made from the template
     and the row of Gym's dataset.
@@ -471,4 +484,6 @@ def gym_agent(
     """
     from polarnode.cli import serve
 
-    serve.serve_agent(template, url=url, token=token, host=host, port=port, allowed_hosts=allowed_hosts)
+    serve.serve_agent(
+        template, url=url, token=token, host=host, port=port, allowed_hosts=allowed_hosts, lost=lost
+    )

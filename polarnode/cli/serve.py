@@ -17,7 +17,7 @@ from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, listening_socket, open_server
-from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
+from polarnode.integrations.nemo_gym.app import Lost, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.node import Node
@@ -106,7 +106,14 @@ async def _end(node: Node, console: Console) -> None:
 
 
 def serve_agent(
-    template: Path, *, url: str, token: str | None, host: str, port: int, allowed_hosts: tuple[str, ...] = ()
+    template: Path,
+    *,
+    url: str,
+    token: str | None,
+    host: str,
+    port: int,
+    allowed_hosts: tuple[str, ...] = (),
+    lost: Lost = "fail",
 ) -> None:
     """Serve until SIGINT or SIGTERM. Refused when the template is no task, Unreachable when the node does not
     answer.
@@ -119,6 +126,7 @@ def serve_agent(
         AsyncPolarnodeClient(url, token=token),
         Address(host=host, port=port),
         BrowserGuard(bound=host.lower(), allowed=allowed_hosts),
+        lost,
         open_console(),
     )
 
@@ -128,6 +136,7 @@ async def _serve_agent(
     client: AsyncPolarnodeClient,
     where: Address,
     guard: BrowserGuard,
+    lost: Lost,
     console: Console,
 ) -> None:
     async with trio.open_nursery() as nursery, client:
@@ -135,7 +144,8 @@ async def _serve_agent(
         await nursery.start(stop_on_signals, stop)
         rollouts = Rollouts(client)
         await nursery.start(rollouts.follow)
-        async with open_server(create_gym_app(rollouts, template, guard=guard), where) as address:
+        gym_app = create_gym_app(rollouts, template, guard=guard, lost=lost)
+        async with open_server(gym_app, where) as address:
             console.print(
                 f"serving NeMo Gym's /run on http://{address.host}:{address.port} · node {client.base_url}"
             )

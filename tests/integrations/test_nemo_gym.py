@@ -21,11 +21,13 @@ from gym_models import (
     FunctionCallOutput,
     GymResponse,
     VerifyResponse,
+    masked_by_nemo_rl,
     message_log,
 )
 from httpx import post
 from journal_samples import make_trajectory
 from plane_kit import ANYWHERE, CONTEXT, answers
+from trainers_kit import no_row, one_row, two_rows
 
 from polarnode.client import ClientError, Unreachable
 from polarnode.core.conversation import Json
@@ -35,7 +37,7 @@ from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.http.server import open_server
 from polarnode.integrations.nemo_gym import answers as writing
 from polarnode.integrations.nemo_gym import app
-from polarnode.integrations.nemo_gym.app import Rollouts, create_gym_app
+from polarnode.integrations.nemo_gym.app import Lost, PromptWatch, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import (
     PLACEHOLDER,
     GymRequest,
@@ -276,6 +278,39 @@ def test_what_is_no_measurement_is_masked_and_named(
 ) -> None:
     answer = verified(read_run(run_body()), evolve(make_trajectory("s", reward=reward), outcome=outcome))
     assert (answer.mask_sample, answer.failure_kind, answer.reward) == (masked, kind, reward or 0.0)
+    assert masked_by_nemo_rl(answer.model_dump()) is masked
+
+
+def test_the_mask_is_where_nemo_rl_reads_it_beside_what_the_row_has_there() -> None:
+    row = read_run(run_body(instance_config={"image": "x"}))
+    answer = verified(row, make_trajectory("s", reward=None))
+    assert answer.instance_config == {"image": "x", "mask_sample": True}
+
+
+def test_the_reward_is_that_of_the_row_that_is_delivered() -> None:
+    """An evaluator may give a lineage a reward of its own."""
+    answer = verified(read_run(run_body()), one_row(reward=1.0, lineage_rewards={0: -0.5}))
+    assert (answer.reward, answer.mask_sample) == (-0.5, False)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (Outcome(status="error", boundary="runtime", reason="no room"), "was lost to the machine: no room"),
+        (Outcome(status="interrupted"), "was lost to the machine: without a reason"),
+        (Outcome(status="cancelled", reason="by hand"), "was cancelled: by hand"),
+        (Outcome(status="timeout", clock="run"), None),
+        (Outcome(status="failed", exit_code=1), None),
+        (Outcome(status="completed"), None),
+    ],
+)
+def test_a_session_that_its_agent_did_not_end_is_no_sample(outcome: Outcome, reason: str | None) -> None:
+    assert writing.unusable(evolve(one_row(), outcome=outcome)) == reason
+
+
+def test_a_session_without_a_sampled_token_is_no_sample() -> None:
+    """NeMo RL raises for one: "NeMo Gym returned a result with no generation data"."""
+    assert "before a token was sampled" in str(writing.unusable(no_row("failed")))
 
 
 def test_a_session_that_never_spoke_is_an_answer_without_items() -> None:
@@ -321,6 +356,7 @@ class ScriptedNode:
     fails: list[PolarnodeError] = field(factory=list)
     refuses: PolarnodeError | None = None
     channel: Any = field(factory=lambda: trio.open_memory_channel[Any](100))
+    ends: list[Outcome] = field(factory=list)  # of the first sessions; the rest are completed
 
     async def submit(self, spec: Any, *, idempotency_key: str | None = None) -> Any:
         await trio.lowlevel.checkpoint()
@@ -344,7 +380,8 @@ class ScriptedNode:
     ) -> Trajectory:
         await trio.lowlevel.checkpoint()
         assert turns == "full"
-        return make_trajectory(session_id)
+        found = make_trajectory(session_id)
+        return evolve(found, outcome=self.ends.pop(0)) if self.ends else found
 
     async def cancel(self, task_id: str) -> bool:
         await trio.lowlevel.checkpoint()
@@ -441,9 +478,11 @@ async def test_who_leaves_takes_the_session_along_unless_it_has_a_name_to_come_b
 
 
 @asynccontextmanager
-async def serving(node: ScriptedNode, template: "dict[str, Json] | None" = None) -> AsyncIterator[Caller]:
+async def serving(
+    node: ScriptedNode, template: "dict[str, Json] | None" = None, lost: Lost = "fail"
+) -> AsyncIterator[Caller]:
     async with open_server(
-        create_gym_app(Rollouts(node), TaskTemplate(value=TASK | (template or {}))), ANYWHERE
+        create_gym_app(Rollouts(node), TaskTemplate(value=TASK | (template or {})), lost=lost), ANYWHERE
     ) as address:
         yield Caller(url=f"http://{address.host}:{address.port}")
 
@@ -464,6 +503,43 @@ async def test_a_run_and_a_call_are_answered(node: ScriptedNode) -> None:
     assert run.json()["extra"] == [1]
     assert GymResponse.model_validate(captured_path.json()).output == answer.response.output
     AggregateMetrics.model_validate(metrics.json())
+
+
+LOST = Outcome(status="error", boundary="runtime", reason="the container went")
+
+
+async def test_a_lost_rollout_is_run_again_and_is_no_reward_of_zero(node: ScriptedNode) -> None:
+    ids = ("1-0", "1-0-r1", "1-0-r2")
+    node.keys |= {f"nemo-gym:{name}": f"t{place}" for place, name in enumerate(ids)}
+    node.tasks |= {f"t{place}": True for place in range(3)}
+    node.ends = [LOST, LOST]
+    async with serving(node) as caller:
+        answer = await caller.post("/run", run_body(_ng_rollout_id="1-0"))
+        assert (answer.status, answer.json()["polarnode"]["session_id"]) == (200, "s-t2")
+        node.ends = [LOST] * 3
+        gone = await caller.post("/run", run_body(_ng_rollout_id="1-0"))
+    # which NeMo RL takes for infrastructure (`http_status_is_infra` of nemo_rl/experience/failures.py)
+    assert gone.status == 503
+    assert "3 sessions of this rollout cannot be trained" in gone.json()["detail"]
+
+
+async def test_who_measures_takes_a_lost_rollout_as_a_masked_sample(node: ScriptedNode) -> None:
+    node.keys, node.tasks, node.ends = {"nemo-gym:1-0": "t0"}, {"t0": True}, [LOST]
+    async with serving(node, lost="mask") as caller:
+        answer = await caller.post("/run", run_body(_ng_rollout_id="1-0"))
+    assert (answer.status, answer.json()["failure_kind"]) == (200, "provider_unavailable")
+
+
+def test_rollouts_of_a_row_with_different_prompts_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """NeMo RL's groups are equal prompts: `calculate_baseline_and_std_per_prompt`, nemo_rl/algorithms/utils.py."""
+    watch, other = PromptWatch(), two_rows()
+    row = read_run(run_body(_ng_task_index=0, _rowidx=0))
+    again = read_run(run_body(_ng_task_index=0, _rowidx=1))
+    assert watch.same(row, one_row())
+    assert watch.same(again, one_row(sample_index=1))
+    assert not watch.same(again, other)
+    assert "another prompt than the last rollout of the same row" in caplog.text
+    assert watch.same(read_run(run_body(expected="another row")), other)
 
 
 async def test_a_web_page_of_another_origin_starts_no_rollout(node: ScriptedNode) -> None:

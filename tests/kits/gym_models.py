@@ -20,7 +20,7 @@ class Item(BaseModel):
     prompt_token_ids: list[int] | None = None
     generation_token_ids: list[int] | None = None
     generation_log_probs: list[float] | None = None
-    routed_experts: list[list[list[int]]] | None = None
+    routed_experts: str | list[list[list[int]]] | None = None
 
     @model_validator(mode="after")
     def whole(self) -> "Item":
@@ -87,6 +87,7 @@ class VerifyResponse(RunRequest):
     response: GymResponse
     reward: float
     mask_sample: bool = False
+    instance_config: dict[str, Any] | None = None
     failure_kind: str | None = None
     failure_reason: str | None = None
 
@@ -96,6 +97,11 @@ class AggregateMetrics(BaseModel):
     group_level_metrics: list[dict[str, Any]]
     agent_metrics: dict[str, Any]
     key_metrics: dict[str, Any]
+
+
+def masked_by_nemo_rl(full_result: dict[str, Any]) -> bool:
+    """`_extract_mask_sample_flags` of NVIDIA-NeMo/RL, nemo_rl/experience/rollouts.py at 7ea279a."""
+    return bool((full_result.get("instance_config") or {}).get("mask_sample", False))
 
 
 def message_log(response: GymResponse) -> list[tuple[str, list[int]]]:

@@ -5,13 +5,15 @@ The shapes are those that docs/trainers.md names, field by field and type by typ
 none is made from our code.
 """
 
+from base64 import b64decode
 from typing import Any, Literal
 
 import msgspec
+import numpy
 import pytest
 from attrs import evolve
 from pydantic import BaseModel, ConfigDict, TypeAdapter
-from trainers_kit import group_of, no_row, one_row, publish, two_rows
+from trainers_kit import group_of, make_turn, no_row, one_row, publish, two_rows
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -289,9 +291,40 @@ def test_nemo_rl_trains_what_the_assistant_says_and_nothing_else() -> None:
     assert torch.cat([each["routed_experts"] for each in log])[:, 0, 0].tolist() == [*range(9), 0]
     assert [each["token_ids"].tolist() for each in result["input_message_log"]] == [[10, 11, 12]]
     assert result["full_result"]["reward"] == 1.0
+    # `torch.tensor` of NeMo RL's own rollouts; its batches refuse two dtypes
+    assert {each["token_ids"].dtype for each in log} == {torch.int64}
+    assert {each["routed_experts"].dtype for each in log} == {torch.int16}
     first, second = nemo_rl.gym_items(SESSION)[0]
     assert first["prompt_token_ids"] + first["generation_token_ids"] == second["prompt_token_ids"][:5]
-    assert len(second["routed_experts"]) == 9
+
+
+def test_an_item_of_gym_has_a_row_of_experts_for_each_of_its_tokens() -> None:
+    """`_postprocess_nemo_gym_to_nemo_rl_result` (NVIDIA-NeMo/RL, nemo_rl/environments/nemo_gym.py at 7ea279a)
+    raises for fewer: "too few routed_experts rows". Its codec is nemo_rl/utils/routed_experts_codec.py.
+    """
+    first, second = nemo_rl.gym_items(SESSION)[0]
+    for item in (first, second):
+        expected = len(item["prompt_token_ids"]) + len(item["generation_token_ids"])
+        assert len(item["routed_experts"]) == expected
+    assert [row[0][0] for row in first["routed_experts"]] == [0, 1, 2, 3, 4]
+    assert [row[0][0] for row in second["routed_experts"]] == [*range(9), 0]  # the last token had none
+    coded = nemo_rl.gym_items(SESSION, arrays="native")[0][1]
+    magic, dtype, shape, data = coded["routed_experts"].split(":")
+    assert (magic, dtype, shape) == ("nrlre1", "int16", "10x2x3")
+    values = numpy.frombuffer(b64decode(data), dtype="<i2").reshape(10, 2, 3)
+    assert values.tolist() == second["routed_experts"]
+    assert coded["prompt_token_ids"] == second["prompt_token_ids"]
+
+
+def test_samples_that_follow_one_another_are_one_item() -> None:
+    """`torch.tensor([])` is float32: a prompt that adds nothing ends NeMo RL's batch with "expected consistent
+    types" (`_validate_tensor_consistency` of nemo_rl/data/llm_message_utils.py at 7ea279a).
+    """
+    first = make_turn(0, None, [1, 2], [3, 4])
+    found = publish([first, make_turn(1, first, [], [5, 6]), make_turn(2, None, [7], [8], lineage=1)])
+    [item], [_] = nemo_rl.gym_items(found)
+    assert (item["prompt_token_ids"], item["generation_token_ids"]) == ([1, 2], [3, 4, 5, 6])
+    assert len(item["generation_log_probs"]) == 4
 
 
 # ── what can not be said ──────────────────────────────────────────────────────

@@ -3,15 +3,21 @@ tokens.
 
 A trainer that uses Gym takes one line of turns, where each prompt begins with all that came before it. Of
 several rows the main agent's with the most trainable tokens is delivered; the others are counted, never mixed
-in. The tokens of a turn are at the last item of its answer, once. A session without a reward is masked, so
-that its 0 is not taken for one.
+in. The tokens of a turn are at the last item of its answer, once.
+
+A session without a reward is masked, so that its 0 is not taken for one. NeMo RL reads the mask below
+`instance_config` (`_extract_mask_sample_flags` of nemo_rl/experience/rollouts.py at 7ea279a), leaves the 0
+of a masked sample in its group's baseline all the same, and raises for a rollout without any sampled token.
+So what `unusable` names is no answer for a trainer.
 """
 
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from typing import Final
 
 from polarnode.core.conversation import Json, Message, Part, TextPart, ThinkingPart, ToolCall
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.groups import lost_to_the_machine
 from polarnode.integrations.nemo_gym.requests import CreateParams, GymRequest
 from polarnode.trainers.nemo_rl import gym_items
 from polarnode.trainers.rows import TrainedRow, rows_of
@@ -28,16 +34,34 @@ SERVER: Final = "environment_server_failed"
 
 def verify_response(request: GymRequest, found: Trajectory) -> dict[str, Json]:
     """The answer of `/run`: the row as it came, with `response`, `reward` and how the rollout ended."""
-    kind = _failure(found.outcome)
+    kind, row = _failure(found.outcome), delivered(found)
+    reward = found.reward if row is None else row.reward
+    masked: dict[str, Json] = {"mask_sample": reward is None}
+    config = (request.row or {}).get("instance_config")
     return {
         **(request.row or {}),
         "response": response(request.params, found),
-        "reward": 0.0 if found.reward is None else found.reward,
-        "mask_sample": found.reward is None,
+        "reward": 0.0 if reward is None else reward,
+        **masked,
+        "instance_config": {**config, **masked} if isinstance(config, dict) else masked,
         "failure_kind": kind,
         "failure_reason": None if kind is None else found.outcome.reason,
         "polarnode": _ours(found),
     }
+
+
+def unusable(found: Trajectory) -> str | None:
+    """Why a rollout cannot be trained, in words; None if it can. Its agent is not to blame, or there is
+    nothing of its agent.
+    """
+    reason = found.outcome.reason or "without a reason"
+    if lost_to_the_machine(found.outcome):
+        return f"was lost to the machine: {reason}"
+    if found.outcome.status == "cancelled":
+        return f"was cancelled: {reason}"
+    if delivered(found) is None:
+        return f"ended ({found.outcome.status}: {reason}) before a token was sampled that can be trained"
+    return None
 
 
 def _failure(outcome: Outcome) -> str | None:
@@ -72,6 +96,12 @@ def _ours(found: Trajectory) -> Json:
             dict.fromkeys(span.version for turn in found.turns for span in turn.version_spans)
         ),
     }
+
+
+def prompt_digest(found: Trajectory) -> str | None:
+    """A digest of what the delivered row's first sample was conditioned on; None without a row."""
+    row = delivered(found)
+    return None if row is None else sha256(row.tokens[: row.trace.prompt_length].tobytes()).hexdigest()
 
 
 def delivered(found: Trajectory) -> TrainedRow | None:
@@ -151,10 +181,10 @@ def _output(found: Trajectory, turns: list[Turn], row: TrainedRow | None) -> Ite
 
 
 def _tokens(found: Trajectory, row: TrainedRow) -> dict[int, dict[str, Json]]:
-    """The token fields of an item, by turn."""
-    return {
-        span.turn: item for span, item in zip(row.trained_spans, gym_items(found)[row.index], strict=True)
-    }
+    """The token fields of an item, by the turn that ends with its last token."""
+    ends = {span.end: span.turn for span in row.trained_spans}
+    items = gym_items(found, arrays="native")[row.index]
+    return {ends[len(item["prompt_token_ids"]) + len(item["generation_token_ids"])]: item for item in items}
 
 
 def _input_item(message: Message) -> dict[str, Json] | None:

@@ -4,12 +4,14 @@ A collection requests thousands of rollouts at once and a node's socket takes hu
 of them wait on one stream of events. What the stream misses is found by polling: a gap delays a rollout and
 never loses it. When a client disconnects its session is cancelled, unless Gym has a name for the rollout and
 will request it again. Refusals have the shape of Gym's own servers (`{"detail"}`): 422 for an invalid
-request, 409 for a rollout id of another request, 503 while the node gives no answer, which is worth a retry.
+request, 409 for a rollout id of another request, 503 while the node gives no answer, which is worth a retry,
+and for a rollout that was lost: NeMo RL takes a 5xx for the machine's fault, and a 200 for a sample.
 """
 
 import logging
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final, Protocol
+from hashlib import sha256
+from typing import Any, Final, Literal, Protocol
 
 import trio
 from attrs import define, field, frozen
@@ -23,8 +25,15 @@ from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import BrowserGuard, RouteRow, body_json, guard_browsers
-from polarnode.integrations.nemo_gym.answers import aggregated, response, verify_response
-from polarnode.integrations.nemo_gym.requests import TaskTemplate, read_responses, read_run
+from polarnode.integrations.nemo_gym.answers import (
+    aggregated,
+    prompt_digest,
+    response,
+    unusable,
+    verify_response,
+)
+from polarnode.integrations.nemo_gym.requests import GymRequest, TaskTemplate, read_responses, read_run
+from polarnode.support.bounded import remember
 
 # ── rollouts ────────────────────────────────────────────────────────────
 
@@ -121,6 +130,40 @@ class Rollouts:
             logger.warning("task %s could not be cancelled, and ends with its budgets: %s", task_id, error)
 
 
+# ── prompts of a group ────────────────────────────────────────────────────────
+
+ROWS = 4096  # of the dataset whose last prompt is kept: 200 bytes each, more than a step of any trainer has
+
+
+@define(eq=False)
+class PromptWatch:
+    """Whether the rollouts of one row of the dataset have the same prompt.
+
+    NeMo RL's GRPO makes its groups by equal prompts (`calculate_baseline_and_std_per_prompt` of
+    nemo_rl/algorithms/utils.py at 7ea279a): a rollout whose prompt no other has gets the advantage 0.
+    """
+
+    _digests: dict[str, str] = field(factory=dict, init=False)
+
+    def same(self, request: GymRequest, found: Trajectory) -> bool:
+        """Whether the rollout has the prompt of the row's last one, or is the first."""
+        digest = prompt_digest(found)
+        if request.row is None or digest is None:
+            return True
+        row = {name: value for name, value in request.row.items() if not name.startswith("_")}
+        key = sha256(dump_json(row)).hexdigest()
+        last = self._digests.get(key, digest)
+        remember(self._digests, key, digest, most=ROWS)
+        if digest != last:
+            logger.warning(
+                "session %s has another prompt than the last rollout of the same row: a trainer that groups"
+                " by prompts compares it with no other. Its harness writes something of the session into the"
+                " prompt, or the templates differ",
+                found.session_id,
+            )
+        return digest == last
+
+
 # ── app ────────────────────────────────────────────────────────────
 
 # the answers of a whole collection come back for their metrics, stripped of tokens
@@ -128,17 +171,29 @@ BODY_BYTES: Final = 256 << 20
 CAPTURED: Final = "/ng-rollout/<rollout_id>"  # before a path that Gym calls for a rollout with a name
 
 
+Lost = Literal["fail", "mask"]
+# rollouts of one request before its 503: the node has retried each of them by itself
+ATTEMPTS: Final = 3
+
+
+class RolloutLost(PolarnodeError):
+    """A rollout that cannot be trained, after ATTEMPTS sessions."""
+
+    boundary = "node"
+
+
 def create_gym_app(
-    rollouts: Rollouts, template: TaskTemplate, *, guard: BrowserGuard | None = None
+    rollouts: Rollouts, template: TaskTemplate, *, guard: BrowserGuard | None = None, lost: Lost = "fail"
 ) -> QuartTrio:
     """The app. `rollouts.follow` must run while it is served. Without a `guard` loopback's names are
-    served.
+    served. `lost` is what becomes of a rollout that cannot be trained: another one, and 503 after ATTEMPTS;
+    or a masked sample with the reward 0.
     """
     app = QuartTrio("polarnode.nemo_gym", static_folder=None)
     app.url_map.merge_slashes = False  # else a path with // is answered by a redirect, in HTML
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
     guard_browsers(app, guard or BrowserGuard(), open_to_all=True)
-    agent = _Agent(rollouts=rollouts, template=template)
+    agent = _Agent(rollouts=rollouts, template=template, lost=lost)
     rows: tuple[RouteRow, ...] = (
         ("GET", "/", agent.alive),
         ("POST", "/run", agent.run),
@@ -167,6 +222,8 @@ class _Agent:
 
     rollouts: Rollouts
     template: TaskTemplate
+    lost: Lost
+    prompts: PromptWatch = field(factory=PromptWatch)
 
     async def alive(self) -> Response:
         """Gym's probe before its first request."""
@@ -176,14 +233,27 @@ class _Agent:
     async def run(self) -> Response:
         """One rollout of a dataset's row, scored."""
         request = read_run(await body_json())
-        found = await self.rollouts.run(self.template.task(request), key=request.key)
+        found = await self._rollout(request)
+        self.prompts.same(request, found)
         return _json(await trio.to_thread.run_sync(verify_response, request, found))
 
     async def responses(self, rollout_id: str | None = None) -> Response:
         """One rollout of an instruction alone."""
         request = read_responses(await body_json(), rollout_id=rollout_id)
-        found = await self.rollouts.run(self.template.task(request), key=request.key)
+        found = await self._rollout(request)
         return _json(await trio.to_thread.run_sync(response, request.params, found))
+
+    async def _rollout(self, request: GymRequest) -> Trajectory:
+        """A rollout that can be trained; or, for `mask`, any. Raises RolloutLost."""
+        spec, key, reason = self.template.task(request), request.key, None
+        for attempt in range(ATTEMPTS):
+            again = f"{key}-r{attempt}" if key is not None and attempt else key
+            found = await self.rollouts.run(spec, key=again)
+            reason = unusable(found)
+            if reason is None or self.lost == "mask":
+                return found
+            logger.warning("session %s %s", found.session_id, reason)
+        raise RolloutLost(f"{ATTEMPTS} sessions of this rollout cannot be trained: the last one {reason}")
 
     async def aggregate(self) -> Response:
         """The metrics of a collection."""
