@@ -39,6 +39,16 @@ ENVIRONMENT: Final = {
 TASK_KEY: Final = "polarnode"
 EXTRA_COLUMNS: Final = ("extra_info", "metadata", "env_extras", "extra_env_info", "info")
 PROMPT_COLUMNS: Final = ("instruction", "prompt", "raw_prompt", "messages", "question", "problem")
+# Sampling with temperature alone, whatever a harness requests: recorded logprobs are those before a cut, and
+# a trainer computes its own so.
+UNCUT: Final[Mapping[str, Json]] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 # seconds for the request that ends a task whose caller was cancelled: a trainer that stops should not hang
 CANCEL_S: Final = 10.0
 # tasks that `rollout_groups` has in progress at once: each holds one connection of the node's for its stream

@@ -34,6 +34,7 @@ from polarnode.groups import rows_of as training_rows
 from polarnode.integrations.rollout_tasks import (
     EXTRA_COLUMNS,
     TASK_KEY,
+    UNCUT,
     NodeRollouts,
     PluginSettings,
     plugin_settings,
@@ -186,7 +187,8 @@ class PolarnodeRollout:
                 dtype=dtype,
             )
         self._importance_sampling = importance_sampling
-        self._pushed: int | None = None
+        self._pushed: int | None = None  # the step whose weights are served
+        self._pushes = 0
         self._columns: _Columns | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -209,24 +211,24 @@ class PolarnodeRollout:
         # gathers shards of FSDP and of DeepSpeed's stage 3, and raises if they cannot be gathered
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.accelerator.is_main_process:
-            self.weights.push(step, state)
+            self.weights.push(self._pushes, state)  # not the step: train() may be called again
         trainer.accelerator.wait_for_everyone()  # nobody samples before the weights are served
-        self._pushed = step
+        self._pushed, self._pushes = step, self._pushes + 1
 
     def _begin(self, trainer: Any) -> None:
         """Refuse what cannot be right, before anything is sampled."""
         model = trainer.accelerator.unwrap_model(trainer.model)
+        if self.weights is not None and hasattr(model, "peft_config"):
+            raise Refused(
+                "this trainer trains an adapter, and a node takes whole weights: leave peft_config out, or"
+                " merge and push them yourself and pass weights='none'",
+                path="$.weights",
+            )
+        self._columns = _Columns((trainer.train_dataset, trainer.eval_dataset))
         if self.weights is not None:
-            if hasattr(model, "peft_config"):
-                raise Refused(
-                    "this trainer trains an adapter, and a node takes whole weights: leave peft_config out,"
-                    " or merge and push them yourself and pass weights='none'",
-                    path="$.weights",
-                )
             self.weights.folder = self.weights.folder or Path(trainer.args.output_dir, FOLDER)
             self.weights.model = self.weights.model or model.config.name_or_path
             trainer.add_callback(_last_push(self, trainer))
-        self._columns = _Columns((trainer.train_dataset, trainer.eval_dataset))
         if self._importance_sampling:
             _read_recorded_logprobs(trainer)
 
@@ -264,11 +266,16 @@ def node_reward(
 
 
 def _sampling(args: Any) -> dict[str, Json]:
-    """The trainer's sampling. Its logprobs are at its temperature, so the node must sample at that one."""
-    found: dict[str, Json] = {"temperature": args.temperature}
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-    return found | {
-        name: getattr(args, name) for name, value in neutral.items() if getattr(args, name) != value
+    """The trainer's sampling, and nothing that a harness requests: TRL computes logprobs at its temperature,
+    before any cut.
+    """
+    return {
+        **UNCUT,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k or -1,  # TRL's 0 is all
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty,
     }
 
 
@@ -373,7 +380,7 @@ class NodeWorker:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._dataset, self._samples, self._groups = dataset, samples, groups
-        self._sampling: dict[str, Json] = {"temperature": temperature}
+        self._sampling: dict[str, Json] = {**UNCUT, "temperature": temperature}
         self._estimator: Estimator = estimator
         self._portal: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
         self._work: Future[None] | None = None

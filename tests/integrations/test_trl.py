@@ -56,14 +56,15 @@ def test_after_a_step_the_next_samples_come_from_the_new_weights(trained: Any) -
 
 
 def test_weights_are_pushed_once_a_rollout(trained: Any) -> None:
-    """Four optimizer steps, two on each rollout: steps 0, 2 and 4 are served."""
-    assert [name.rpartition("-")[2] for name in trained["stock"]["folders"]] == ["0", "2", "4"]
+    """Four optimizer steps, two on each rollout: those before it, after two, and after all are served."""
+    assert [name.rpartition("-")[2] for name in trained["stock"]["folders"]] == ["0", "1", "2"]
 
 
 def test_a_rows_column_is_its_task_and_a_group_is_one_task(trained: Any) -> None:
     tasks = trained["stock"]["tasks"]
     assert sorted(each["instruction"] for each in tasks) == ["do 0", "do 1", "do 2", "do 3"]
-    assert {(each["samples"], each["temperature"]) for each in tasks} == {(4, 1.0)}
+    assert {each["samples"] for each in tasks} == {4}
+    assert {(each["temperature"], each["top_p"], each["top_k"]) for each in tasks} == {(0.9, 0.95, -1)}
 
 
 def test_a_lost_session_is_no_reward_of_0_and_rows_left_out_are_logged(trained: Any) -> None:

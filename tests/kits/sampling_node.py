@@ -38,7 +38,9 @@ class StandIn:
 
     def group(self, spec: Any) -> Group:
         """The first session of each group is lost; the last has two rows."""
-        self.tasks.append({"instruction": spec.instruction, "samples": spec.num_samples, "temperature": spec.sampling.temperature})  # fmt: skip
+        used = {name: getattr(spec.sampling, name) for name in ("temperature", "top_p", "top_k")}
+        self.tasks.append({"instruction": spec.instruction, "samples": spec.num_samples, **used})
+        self.temperature = spec.sampling.temperature
         count = spec.num_samples
         scored = [self.session(spec, number, several=number == count - 1) for number in range(1, count)]
         self.sessions += count
@@ -62,7 +64,13 @@ class StandIn:
         self.row = before or list(delta)
         sampled, logprobs = [], []
         for _ in range(SAMPLED):
-            chances = self.model(torch.tensor([self.row])).logits[0, -1].float().log_softmax(-1)
+            chances = (
+                self.model(torch.tensor([self.row]))
+                .logits[0, -1]
+                .float()
+                .div(self.temperature)
+                .log_softmax(-1)
+            )
             token = int(torch.multinomial(chances.exp(), 1))
             sampled.append(token)
             logprobs.append(float(chances[token]))

@@ -63,7 +63,7 @@ def stock(model: str, folder: str, weights: str) -> Any:
         args=GRPOConfig(
             output_dir=folder, use_cpu=True, bf16=False, report_to=[], num_generations=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             steps_per_generation=4, max_steps=4, learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=1, disable_tqdm=True,
-            save_strategy="no", temperature=1.0, gradient_checkpointing=False,
+            save_strategy="no", temperature=0.9, top_p=0.95, gradient_checkpointing=False,
         ),
     )  # fmt: skip
     trainer.train()
