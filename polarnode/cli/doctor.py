@@ -30,6 +30,7 @@ from polarnode.core.conversation import Conversation, Message
 from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, Refused
 from polarnode.core.ports import Question
 from polarnode.core.task import RuntimeSpec
+from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
 from polarnode.evaluators.judging import JudgeConfig, json_of
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.opening import simulated_marks
@@ -177,7 +178,9 @@ def examine(config: NodeConfig) -> int:
 
 
 def _where(config: NodeConfig) -> str:
-    return "--engine simulated" if config.engine == "simulated" else "--gpus 0" if config.gpus else "--cpu"
+    if config.engine != "sglang":
+        return f"--engine {config.engine}"
+    return "--gpus 0" if config.gpus else "--cpu"
 
 
 def findings(config: NodeConfig) -> Iterator[Finding | Table]:
@@ -191,6 +194,8 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     yield recipes(config)
     if config.engine == "simulated":
         yield simulated(config)
+    elif config.engine_urls:
+        yield from trio.run(servers, config)
     else:
         yield sglang(config)
         yield gpus(config)
@@ -231,6 +236,30 @@ def simulated(config: NodeConfig) -> Finding:
     return Finding(
         name="engine", ok=True, what=f"simulated: EVERY ANSWER IS RANDOM, no model is loaded; {speed}"
     )
+
+
+async def servers(config: NodeConfig) -> list[Finding]:
+    """The servers of an external engine. One that is away is waited for, so it is ok; one that does not fit
+    is not. Each samples one token.
+    """
+    found = []
+    for url in config.engine_urls:
+        wanted = Wanted(url=url, vocab_size=0, context_length=config.context_length)
+        async with connect(wanted, os.environ.get(KEY_VARIABLE)) as server:
+            try:
+                ready = await server.probe()
+            except Unreachable as error:
+                remedy = "start it; a node that is started meanwhile waits for it"
+                found.append(Finding(name="engine", ok=True, what=str(error), remedy=remedy))
+            except Unfit as error:
+                found.append(Finding(name="engine", ok=False, what=str(error), remedy="see docs/engines.md"))
+            else:
+                weights = (
+                    f"weights {ready.weight_version}" if ready.weight_version else "weights without a name"
+                )
+                what = f"{url}: SGLang {ready.sglang_version}, {ready.capacity} tokens a request, {weights}"
+                found.append(Finding(name="engine", ok=True, what=what))
+    return found
 
 
 def gpus(config: NodeConfig) -> Finding:

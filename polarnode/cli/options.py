@@ -84,8 +84,9 @@ def node_options(command: Command) -> Command:
         ),
         click.option(
             "--engine",
-            type=click.Choice(["sglang", "simulated"]),
-            help="simulated: RANDOM answers at a set speed, to size a node without GPUs. [default: sglang]",
+            metavar="sglang|simulated|URL,…",
+            help="URL: SGLang servers that somebody else runs (docs/engines.md). simulated: RANDOM answers at"
+            " a set speed, to size a node without GPUs. [default: sglang]",
         ),
         click.option("--tp", type=int, help="GPUs per engine (tensor parallel). [default: 1]"),
         click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
@@ -263,7 +264,7 @@ def _warn_if_readable(file: Path) -> None:
 def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:
     """The config of a node that is about to start. Refused unless it names where the model runs."""
     config = config_of(params)
-    if not config.cpu and not config.gpus and config.engine != "simulated":
+    if not config.cpu and not config.gpus and config.engine == "sglang":
         raise click.UsageError(f"choose where the model runs: --gpus 0-7, --gpus 0 or --cpu; try: {hint}")
     return config
 

@@ -41,9 +41,14 @@ OPTIONAL: Final[dict[str, Any]] = {"optional": True}
 FULL: Final[dict[str, Any]] = {"optional": True, "full": True}
 
 
+UNKNOWN_VERSION: Final = ""  # no name of weights: what sampled these tokens is not known
+
+
 @frozen(kw_only=True)
 class VersionSpan:
-    """Tokens [start, end) of a sample (or of a trace) were sampled by these weights."""
+    """Tokens [start, end) of a sample (or of a trace) were sampled by these weights. `version` is
+    UNKNOWN_VERSION where nobody named them.
+    """
 
     version: str
     start: int

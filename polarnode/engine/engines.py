@@ -11,20 +11,20 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
-from typing import Literal
 
 import trio
 from attrs import define, field
 
-from polarnode.core.errors import EngineError, Refused
+from polarnode.core.errors import Conflict, EngineError, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode, UpdateMode
 from polarnode.engine.calls import Call, check_order
 from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
 from polarnode.engine.host_resources import sweep
 from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, Ready
-from polarnode.engine.routing import EngineStatistics, Router
-from polarnode.engine.settings import EngineSettings, check, gpu_groups
+from polarnode.engine.routing import EngineKind, EngineStatistics, Router, followed
+from polarnode.engine.settings import EngineSettings, External, check, gpu_groups
 from polarnode.engine.update import ALIVE, Make, Update
 
 # seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and keep-alives
@@ -32,6 +32,7 @@ from polarnode.engine.update import ALIVE, Make, Update
 WAIT_FOR_HOST = 300.0
 VERSIONS = 4096  # weight versions remembered: no trainer uses samples that are this many updates old
 SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.simulated")
+EXTERNAL_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.external")
 # below Linux's ephemeral range, where an outgoing connection could take a port between our look and its use
 PORTS = range(22_000, 30_000)
 
@@ -44,7 +45,8 @@ class Engines:
     _router: Router = field(factory=Router)
     _changed: trio.Event = field(factory=trio.Event)
     _paused: PauseMode | None = None
-    _kind: Literal["sglang", "simulated"] = "sglang"
+    _kind: EngineKind = "sglang"
+    _external: External | None = None
     _versions: list[str] = field(factory=list)
     _update: Update | None = None
     _ports: set[int] = field(factory=set)
@@ -57,24 +59,27 @@ class Engines:
     @property
     def vocab_size(self) -> int:
         """Token ids are 0 to this minus one."""
-        return self._first().vocab_size
+        return self._first().vocab_size if self._external is None else self._external.vocab_size
 
     @property
     def context_length(self) -> int:
         """Tokens one request may hold, prompt and sample together: the model's context or the KV cache of the
         smallest host.
         """
-        return min(host.ready.capacity for host in self._hosts if host.ready is not None)
+        found = (host.ready.capacity for host in self._hosts if host.ready is not None)
+        return min(found) if self._external is None else min(found, default=self._external.context_length)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The weights that were served since the node started, oldest first; the last is served now."""
-        return tuple(self._versions)
+        """The weights that were served since the node started, oldest first; the last is served now. Unknown
+        where no server of an external engine has answered.
+        """
+        return tuple(self._versions) or (UNKNOWN_VERSION,)
 
     @property
     def routes(self) -> bool:
         """Whether the engine reports the routed experts of each token."""
-        return self._first().experts is not None
+        return (self._external or self._first()).experts is not None
 
     def statistics(self) -> EngineStatistics:
         hosts = tuple(host.statistics() for host in self._hosts)
@@ -82,7 +87,7 @@ class Engines:
             hosts=hosts,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
-            weight_version=self._versions[-1],
+            weight_version=self.versions[-1],
             paused=self._paused,
             kind=self._kind,
         )
@@ -170,6 +175,14 @@ class Engines:
         with trio.CancelScope(shield=True):  # bounded by STEP_S; half a commit is none
             await update.commit(loaded)
 
+    def insist_own(self) -> None:
+        """Raise Conflict for weights or memory of an external engine, which are its owner's."""
+        if self._external is not None:
+            raise Conflict(
+                "the engine is external (--engine): update its weights and lend its memory at its own"
+                f" servers, {', '.join(self._external.urls)}, and name each update with weight_version"
+            )
+
     async def order(self, make: Make) -> None:
         """Send an order to every host; EngineError names those that failed. For orders that are no update:
         process groups that receive weights, memory.
@@ -195,16 +208,21 @@ class Engines:
         """Wake the tasks that wait for a host, and send what waits at one; called when a host's state
         changes.
         """
+        if self._external is not None:
+            serving = [host.version for host in self._hosts if host.state == "ready"]
+            self._versions = followed(self._versions, serving)
         self._changed.set()
         self._changed = trio.Event()
         for host in self._hosts:
             host.admit()
 
     async def wait_started(self) -> None:
-        """Until every host serves. Raises EngineError with the first failure's remedy."""
-        while any(host.state not in ALIVE for host in self._hosts):
+        """Until every host serves; of an external engine, until each server was reached or is waited for.
+        Raises EngineError with the first failure's remedy.
+        """
+        while any(host.state not in ALIVE and host.waiting is None for host in self._hosts):
             for host in self._hosts:
-                if host.state == "failed":
+                if host.state == "failed" or (host.waiting is not None and host.waiting.unfit):
                     raise EngineError(
                         f"engine host {host.index} did not start: {host.last_error}", retryable=False
                     )
@@ -274,9 +292,12 @@ async def open_engines(settings: EngineSettings, *, loaded: Loaded | None = None
     `loaded` are served in place of the weights they start with. Raises EngineError naming the setting to
     change, the log, and its last meaningful line. A host that dies later is restarted alone.
     """
-    async with open_hosts(
-        settings, program=HOST_PROGRAM if settings.simulated is None else SIMULATED_PROGRAM, loaded=loaded
-    ) as engines:
+    program = HOST_PROGRAM
+    if settings.simulated is not None:
+        program = SIMULATED_PROGRAM
+    elif settings.external is not None:
+        program = EXTERNAL_PROGRAM
+    async with open_hosts(settings, program=program, loaded=loaded) as engines:
         yield engines
 
 
@@ -287,10 +308,13 @@ async def open_hosts(
     """`open_engines` with any program that speaks `engine/protocol.py`."""
     check(settings)
     sweep()
-    engines = Engines(
-        kind="sglang" if settings.simulated is None else "simulated",
-        versions=[loaded.version if loaded else settings.weight_version],
-    )
+    if settings.external is not None:
+        engines = Engines(kind="external", external=settings.external)
+    else:
+        engines = Engines(
+            kind="sglang" if settings.simulated is None else "simulated",
+            versions=[loaded.version if loaded else settings.weight_version],
+        )
     ports = _Ports(engines._ports)
     engines._hosts = tuple(
         Host(

@@ -20,6 +20,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import GenerateOrder
+from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
 from polarnode.engine.calls import Call, to_generate
 from polarnode.engine.checkpoints import fingerprint
@@ -42,6 +43,7 @@ from polarnode.engine.protocol import (
     Shutdown,
     Start,
     ToHost,
+    Waiting,
     encode,
     encode_all,
 )
@@ -183,6 +185,7 @@ class Host:
     held: bool = False  # the weights change: no call is sent
     last_error: str | None = None
     restarts: int = 0
+    waiting: Waiting | None = None  # for its server, as it was reported last
     _pid: int | None = None
     _load: Load | None = None
     _calls: dict[str, Call] = field(factory=dict)
@@ -193,7 +196,11 @@ class Host:
     _fatal_message: str | None = None
     _served: bool = False  # this process came as far as serving
     _process_scope: trio.CancelScope = field(factory=trio.CancelScope)
-    _deaths: Deaths = field(factory=Deaths)
+    _deaths: Deaths = field(init=False)
+
+    @_deaths.default
+    def _make_deaths(self) -> Deaths:
+        return Deaths(gives_up=self._settings.external is None)
 
     @property
     def in_flight(self) -> int:
@@ -205,7 +212,7 @@ class Host:
         return max(1, len(self.gpus))
 
     def statistics(self) -> HostStatistics:
-        load = self._load or Load(running=0, waiting=0, token_usage=0.0, weight_version=self._version())
+        load = self._load or Load(running=0, waiting=0, token_usage=0.0, weight_version=self.version)
         return HostStatistics(
             index=self.index,
             state=self.state,
@@ -216,10 +223,11 @@ class Host:
             waiting=load.waiting,
             token_usage=load.token_usage,
             restarts=self.restarts,
-            weight_version=self._version(),
+            weight_version=self.version,
             last_error=self.last_error,
             queued=self._queue.waiting,
             queued_sessions=self._queue.waiting_sessions,
+            url=None if self._settings.external is None else self._settings.external.urls[self.index],
         )
 
     def before(self, session: str) -> int:
@@ -313,6 +321,8 @@ class Host:
         """Whether the first start failed for good: a setting must be changed, unless a port was merely taken
         meanwhile.
         """
+        if self._settings.external is not None:
+            return False
         by_chance = self._diagnosis().chance and self.restarts + 1 < FIRST_STARTS
         return self.ready is None and not by_chance
 
@@ -341,7 +351,9 @@ class Host:
 
     async def _converse(self, process: trio.Process, wires: Wires) -> None:
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(wires.ours))
-        self.post(Start(arguments=engine_arguments(self._settings, nccl_port=self._ports())))
+        self.post(
+            Start(arguments=engine_arguments(self._settings, nccl_port=self._ports(), index=self.index))
+        )
         try:
             async with trio.open_nursery() as nursery:
                 self._process_scope = nursery.cancel_scope
@@ -402,6 +414,8 @@ class Host:
                 self._note_load(message)
             case Ready():
                 nursery.start_soon(self._on_ready, message)
+            case Waiting():
+                self._note_waiting(message)
             case Fatal(message=text):
                 self._fatal_message = text
             case _:
@@ -421,9 +435,19 @@ class Host:
 
     def _note_load(self, load: Load) -> None:
         self._load = load
+        # an external engine's weights are named by its owner
+        renamed = self.state == "ready" and load.weight_version != self.version
+        if self._settings.external is not None and renamed:
+            self.serve(load.weight_version)
         if self.paused is None and not self.held:  # else its queue means nothing
             self._queue.report(running=load.running, waiting=load.waiting, most=load.max_running)
             self.admit()
+
+    def _note_waiting(self, waiting: Waiting) -> None:
+        """The server of an external engine is not there, or does not fit."""
+        self.last_error, self.waiting = waiting.message, waiting
+        _log.warning("engine host %d waits for its server: %s", self.index, waiting.message)
+        self._on_change()
 
     async def _on_ready(self, ready: Ready) -> None:
         """Bring a restarted host to the weights and the pause of the one it replaces."""
@@ -442,7 +466,7 @@ class Host:
         self._queue.tokens = ready.max_total_tokens
         if (mode := self.paused) is not None:
             await self.ask(lambda call: Pause(call=call, mode=mode))
-        self.ready, self._served = ready, True
+        self.ready, self._served, self.waiting = ready, True, None
         self._change("ready")
 
     def _on_exit(self, reason: str) -> None:
@@ -472,9 +496,12 @@ class Host:
         self.state = state
         self._on_change()
 
-    def _version(self) -> str:
+    @property
+    def version(self) -> str:
         """The version that the host was brought to; the version in its load reports is older."""
-        return self.ready.weight_version if self.ready is not None else self._settings.weight_version
+        if self.ready is None:
+            return self._settings.weight_version if self._settings.external is None else UNKNOWN_VERSION
+        return self.ready.weight_version
 
 
 def _expected(order: GenerateOrder) -> int:

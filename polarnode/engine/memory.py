@@ -41,6 +41,7 @@ class EngineControl:
         """Give memory back to others. Only while generation is held by retract or abort, so that no request
         holds any.
         """
+        self.weights.engines.insist_own()
         async with self.weights.alone():
             self.weights.insist_closed()
             if self.weights.engines.statistics().paused not in ("retract", "abort"):
@@ -55,6 +56,7 @@ class EngineControl:
 
     async def take(self, order: MemoryOrder) -> WeightsState:
         """Take released memory again; generation stays held."""
+        self.weights.engines.insist_own()
         async with self.weights.alone():
             await self._memory(order, release=False)
             self.weights.released -= set(order.tags)
@@ -73,6 +75,7 @@ class EngineControl:
     async def join(self, order: GroupOrder) -> None:
         """Every GPU of the node joins; returns when the trainer has joined too."""
         engines = self.weights.engines
+        engines.insist_own()
         check_group(order, len(engines.restarts) * engines.ranks)
         async with self.weights.alone():
             self.weights.insist_closed()

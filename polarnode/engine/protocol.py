@@ -332,6 +332,16 @@ class Load:
 
 
 @frozen(kw_only=True)
+class Waiting:
+    """Why an external engine's server is not used yet; the host tries again. `unfit`: the server answers, and
+    something must be changed.
+    """
+
+    message: str
+    unfit: bool = False
+
+
+@frozen(kw_only=True)
 class Fatal:
     """Why the host ends: its last message."""
 
@@ -339,7 +349,7 @@ class Fatal:
 
 
 ToHost = Start | Generate | Abort | Pause | Continue | Update | Shutdown
-ToNode = Ready | Piece | Routed | Failed | Done | Load | Fatal
+ToNode = Ready | Piece | Routed | Failed | Done | Load | Waiting | Fatal
 Message = ToHost | ToNode
 
 _CLASSES: tuple[type[Message], ...] = (*get_args(ToHost), *get_args(ToNode))

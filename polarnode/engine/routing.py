@@ -8,7 +8,7 @@ it. A gate that holds back whole sessions belongs before both. The statistics ar
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 from attrs import define, field, frozen
@@ -23,6 +23,9 @@ DEATHS = 5  # within WINDOW: then the cause is not chance, and a restart only hi
 WINDOW = 600.0  # seconds
 # before the second restart of a window and those after it; the first restart is at once
 RESTART_PAUSES = Backoff(first_s=1.0, longest_s=WINDOW)
+
+# the same for an external engine, whose host only waits for its server
+RECONNECT_PAUSES = Backoff(first_s=1.0, longest_s=10.0)
 
 
 @define(eq=False)
@@ -224,8 +227,11 @@ def _arrival(each: "tuple[int, int, Waiting]") -> int:
 
 @define(eq=False)
 class Deaths:
-    """When a host died, within the last WINDOW seconds."""
+    """When a host died, within the last WINDOW seconds. One of an external engine is never given up: its
+    server may be away for hours.
+    """
 
+    gives_up: bool = True
     _times: "deque[float]" = field(factory=deque, init=False)
 
     def note(self, now: float) -> float | None:
@@ -233,12 +239,14 @@ class Deaths:
         self._times.append(now)
         while now - self._times[0] > WINDOW:
             self._times.popleft()
-        if len(self._times) >= DEATHS:
+        if len(self._times) >= DEATHS and self.gives_up:
             return None
-        return 0.0 if len(self._times) == 1 else RESTART_PAUSES.delay(len(self._times) - 2)
+        pauses = RESTART_PAUSES if self.gives_up else RECONNECT_PAUSES
+        return 0.0 if len(self._times) == 1 else pauses.delay(len(self._times) - 2)
 
 
 # stale: waits for weights; dead: about to be restarted; failed: given up
+EngineKind = Literal["sglang", "simulated", "external"]
 HostState = Literal["starting", "ready", "stale", "dead", "failed"]
 
 
@@ -246,7 +254,7 @@ HostState = Literal["starting", "ready", "stale", "dead", "failed"]
 class HostStatistics:
     """One engine host. `in_flight` counts our calls, aborting ones included; `running` and `waiting` are the
     scheduler's own counts, at most 0.25 s old. `queued` calls, of `queued_sessions` sessions, wait in the
-    node for their turn.
+    node for their turn. `url`: the server of an external engine.
     """
 
     index: int
@@ -262,6 +270,7 @@ class HostStatistics:
     last_error: str | None
     queued: int = 0
     queued_sessions: int = 0
+    url: str | None = None
 
 
 @frozen(kw_only=True)
@@ -275,4 +284,19 @@ class EngineStatistics:
     context_length: int
     weight_version: str
     paused: str | None
-    kind: Literal["sglang", "simulated"] = "sglang"
+    kind: EngineKind = "sglang"
+
+
+# ── versions ────────────────────────────────────────────────────────────
+
+
+def followed(history: Sequence[str], serving: Sequence[str]) -> list[str]:
+    """The history of an external engine's versions, oldest first, now that its servers serve these. They are
+    updated one by one, so an old version is new again only where all of them serve it.
+    """
+    found = list(history)
+    for version in serving:
+        again = bool(found) and version != found[-1] and set(serving) == {version}
+        if version not in found or again:
+            found.append(version)
+    return found

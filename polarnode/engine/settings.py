@@ -16,7 +16,7 @@ from attrs import asdict, field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EngineError
-from polarnode.engine.protocol import EXPERT_COUNTS, Marks, Simulation
+from polarnode.engine.protocol import EXPERT_COUNTS, Experts, Marks, Simulation
 
 # requests decoded together: torch's own attention loops over them, so more only makes each slower
 CPU_RUNNING = 16
@@ -51,6 +51,19 @@ class Simulated:
 
 
 @frozen(kw_only=True)
+class External:
+    """Servers that somebody else runs, one host for each address. `words`: ids of the node's tokenizer and
+    their texts, which a server must agree with. `experts`: their shape, where the node asks for them.
+    """
+
+    urls: tuple[str, ...]
+    vocab_size: int
+    context_length: int  # tokens, as long as no server has answered
+    words: tuple[tuple[int, str], ...] = ()
+    experts: Experts | None = None
+
+
+@frozen(kw_only=True)
 class EngineSettings:
     """One model on one machine. `gpus` are numbers among those this process may see; `max_total_tokens`
     bounds the KV cache of one host.
@@ -74,6 +87,7 @@ class EngineSettings:
     max_running_requests: int | None = None
     weight_version: str = "0"
     simulated: Simulated | None = None
+    external: External | None = None
     routed_experts: bool = False
     memory_saver: Literal["off", "discard", "backup"] = "off"
     extra: Mapping[str, Json] = field(factory=dict)
@@ -95,7 +109,7 @@ def check(settings: EngineSettings) -> None:
         raise _wrong(f"--routed-experts: {reason}")
     if settings.memory_saver != "off" and (settings.device == "cpu" or settings.simulated is not None):
         raise _wrong("memory_saver lends the memory of GPUs, and this engine has none: leave it out")
-    if settings.simulated is not None:
+    if settings.simulated is not None or settings.external is not None:
         return
     if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
         raise _wrong("--cpu takes neither --gpus nor --tp: leave them out")
@@ -108,6 +122,24 @@ def check(settings: EngineSettings) -> None:
         )
 
 
+def experts_of(settings: EngineSettings) -> Experts:
+    """The shape of the routed experts of a mixture, from its checkpoint: a row for every layer, those without
+    experts too.
+    """
+    merged = _text_config(settings.model_path)
+    return Experts(
+        layers=_whole(merged, "num_hidden_layers", 0),
+        top_k=_whole(merged, "num_experts_per_tok", 0),
+        number=next(found for name in EXPERT_COUNTS if (found := _whole(merged, name, 0))),
+    )
+
+
+def _text_config(model: Path) -> dict[str, Json]:
+    config = json.loads((model / "config.json").read_text())
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
 def unrouted(settings: EngineSettings) -> str | None:
     """Why an engine of these settings cannot report routed experts; None when it can."""
     if settings.simulated is not None:
@@ -115,16 +147,21 @@ def unrouted(settings: EngineSettings) -> str | None:
             "the simulated engine's answers are random, and no experts read them; leave it out, or start a"
             " real engine"
         )
-    config = json.loads((settings.model_path / "config.json").read_text())
-    text = config.get("text_config")
-    merged = {**config, **text} if isinstance(text, dict) else config
+    merged = _text_config(settings.model_path)
     if any(_whole(merged, name, 0) for name in EXPERT_COUNTS):
         return None
     return f"the model {settings.model_path.name} is dense: it has no experts; leave it out"
 
 
+def context_of(model: Path) -> int | None:
+    """Tokens that a checkpoint was made for; None where its config does not say it."""
+    return _whole(_text_config(model), "max_position_embeddings", 0) or None
+
+
 def gpu_groups(settings: EngineSettings) -> tuple[tuple[int, ...], ...]:
-    """The GPUs of each host in order; one empty group on a CPU."""
+    """The GPUs of each host in order; one empty group on a CPU and for each external server."""
+    if settings.external is not None:
+        return ((),) * len(settings.external.urls)
     if not settings.gpus:
         return ((),)
     return tuple(
@@ -132,8 +169,12 @@ def gpu_groups(settings: EngineSettings) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def engine_arguments(settings: EngineSettings, *, nccl_port: int) -> dict[str, Json]:
-    """The keyword arguments of `sglang.Engine` for one host; for a simulated one, what its program reads."""
+def engine_arguments(settings: EngineSettings, *, nccl_port: int, index: int = 0) -> dict[str, Json]:
+    """The keyword arguments of `sglang.Engine` for one host; for a simulated or an external one, what its
+    program reads. `index` is the host's.
+    """
+    if settings.external is not None:
+        return _external_arguments(settings, settings.external, index)
     if settings.simulated is not None:
         return _simulated_arguments(settings, settings.simulated)
     wanted: dict[str, Json] = {
@@ -175,6 +216,16 @@ def _simulated_arguments(settings: EngineSettings, simulated: Simulated) -> dict
         "weight_version": settings.weight_version,
         "simulation": asdict(simulated.simulation),
         "marks": asdict(simulated.marks),
+    }
+
+
+def _external_arguments(settings: EngineSettings, external: External, index: int) -> dict[str, Json]:
+    return {
+        "url": external.urls[index],
+        "vocab_size": external.vocab_size,
+        "words": [[token, text] for token, text in external.words],
+        "context_length": settings.context_length,
+        "experts": None if external.experts is None else list(external.experts),
     }
 
 

@@ -190,6 +190,7 @@ class Weights:
         """Serve new weights from now on. Conflict for a version that was used for others; Refused and
         EngineError with the old ones served.
         """
+        self.engines.insist_own()
         check(order)
         makes = loads(order, hosts=len(self.engines.restarts), ranks=self.engines.ranks)
         async with self._lock:
@@ -226,6 +227,7 @@ class Weights:
 
         An open update to the same version is given up: its trainer did not get an answer and begins again.
         """
+        self.engines.insist_own()
         check(order)
         if isinstance(order.source, DiskSource):
             raise Refused("a checkpoint on a disk is one request: POST /v1/weights", path="$.source.kind")

@@ -16,7 +16,7 @@ from attrs import asdict, evolve, frozen
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
 from polarnode.core.task import GroupSpec
-from polarnode.core.trajectory import Outcome, Status, Trajectory
+from polarnode.core.trajectory import UNKNOWN_VERSION, Outcome, Status, Trajectory
 
 # ── group ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -194,7 +194,7 @@ def stamped(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
 
 def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None:
     """Weight updates between the session's oldest sampled token and the last of `history`. None when no
-    token's version is in it.
+    token's version is in it, or one is unknown.
 
     For a version that was served more than once, the last time counts: a rollback made its tokens fresh
     again.
@@ -203,6 +203,8 @@ def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None
     sampled = {
         span.version for turn in trajectory.turns for span in turn.version_spans if span.end > span.start
     }
+    if UNKNOWN_VERSION in sampled:
+        return None
     return max((behind[version] for version in sampled if version in behind), default=None)
 
 

@@ -29,7 +29,7 @@ from attrs import define, field, frozen
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Json, Sampling, Usage
 from polarnode.core.errors import Refused
-from polarnode.core.trajectory import Trace, Turn, TurnKind, VersionSpan
+from polarnode.core.trajectory import UNKNOWN_VERSION, Trace, Turn, TurnKind, VersionSpan
 from polarnode.merge.builders import prefix_merging
 from polarnode.merge.invariants import check
 
@@ -361,7 +361,9 @@ class Forest:
                 prompt_length=placed.prompt_length,
                 sampled=sampled,
                 logprobs=placed.logprobs,
-                version_spans=(VersionSpan(version=placed.version or "", start=0, end=len(sampled)),),
+                version_spans=(
+                    VersionSpan(version=placed.version or UNKNOWN_VERSION, start=0, end=len(sampled)),
+                ),
                 asked=_NO_SAMPLING,
                 used=_NO_SAMPLING,
                 usage=_UNCOUNTED,

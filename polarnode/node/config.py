@@ -25,6 +25,7 @@ from polarnode.evaluators.judging import JudgeConfig
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
 MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
+OWN_ENGINES = ("sglang", "simulated")
 TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
 
 
@@ -37,8 +38,9 @@ class NodeConfig:
     model: str = str(TINY_MODEL)
     cpu: bool = False
     gpus: tuple[int, ...] = ()
-    # simulated: random answers at the speed of GPUs that need not be there, to size a node
-    engine: Literal["sglang", "simulated"] = "sglang"
+    # sglang: this node's own; simulated: random answers at the speed of GPUs that need not be there, to size
+    # a node; else the addresses of servers that somebody else runs, with commas between them
+    engine: str = "sglang"
     tp: int = 1
     simulated: Simulation = field(factory=Simulation)  # how fast a simulated engine is
     context_length: int | None = None  # tokens; None: what the checkpoint says
@@ -113,6 +115,13 @@ class NodeConfig:
     import_paths: tuple[str, ...] = ()
     # a public Debian image to build on; None: look for one, else build it from the Debian archive
     base_image: str | None = None
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """The servers of an external engine, without a slash at their end; none for the node's own."""
+        if self.engine in OWN_ENGINES:
+            return ()
+        return tuple(url.strip().rstrip("/") for url in self.engine.split(","))
 
 
 def read_config(
@@ -210,6 +219,7 @@ def _check(config: NodeConfig) -> None:
             f"--tp {config.tp} must divide the {len(config.gpus)} GPUs given: one engine takes --tp of them"
         )
     _check_simulated(config.simulated)
+    _check_external(config)
     _check_egress(config)
     for name, judge in config.judges.items():
         _check_judge(name, judge)
@@ -240,6 +250,26 @@ def _check_simulated(simulation: Simulation) -> None:
     for name in ("tokens_per_s", "first_token_s", "prefill_tokens_per_s", "calling_turns"):
         if getattr(simulation, name) < 0:
             raise ConfigError(f"simulated.{name} must be 0 or more")
+
+
+def _check_external(config: NodeConfig) -> None:
+    urls = config.engine_urls
+    for url in urls:
+        if fault := url_fault(url):
+            raise ConfigError(
+                f"engine: {url!r} {fault}; give sglang, simulated, or the addresses of SGLang servers such as"
+                " http://10.0.0.5:30000, with commas between them"
+            )
+        if address(url).query:
+            raise ConfigError(f"engine: {url!r} must hold no key: set POLARNODE_ENGINE_KEY")
+    if len(set(urls)) != len(urls):
+        raise ConfigError(f"engine: {config.engine} names a server twice")
+    if urls and (config.cpu or config.gpus or config.tp != 1):
+        raise ConfigError("--engine URL takes no --cpu, --gpus or --tp: its servers have the model")
+    if urls and config.memory_saver != "off":
+        raise ConfigError(
+            "memory_saver lends the memory of the node's own engine: leave it out with --engine URL"
+        )
 
 
 def _check_judge(name: str, judge: JudgeConfig) -> None:

@@ -29,11 +29,20 @@ from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.containers.runtimes import Runtimes, open_runtimes
 from polarnode.core.errors import ConfigError, ModelError, boundary
+from polarnode.core.ports import Tokenizer
 from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.protocol import Marks
-from polarnode.engine.settings import EngineSettings, Simulated, unrouted
+from polarnode.engine.settings import (
+    EngineSettings,
+    External,
+    Simulated,
+    context_of,
+    experts_of,
+    unrouted,
+)
 from polarnode.engine.weights import last_weights, open_weights
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane, Recordings
@@ -44,7 +53,7 @@ from polarnode.integrations.polar import callback_formats, polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
-from polarnode.node.config import NodeConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.node import Node, open_captures
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.lifecycle import SessionRegistry
@@ -67,10 +76,32 @@ def load_node_model(config: NodeConfig) -> LoadedModel:
     return evolve(model, name=f"simulated:{model.name}") if config.engine == "simulated" else model
 
 
+async def with_served_model(config: NodeConfig) -> NodeConfig:
+    """The config with the model that an external engine serves, where the config names none. ConfigError
+    where its tokenizer is not on this machine.
+    """
+    if not config.engine_urls or config.model != str(TINY_MODEL):
+        return config
+    url = config.engine_urls[0]
+    try:
+        async with connect(Wanted(url=url, vocab_size=0), os.environ.get(KEY_VARIABLE)) as server:
+            model = await server.model()
+    except (Unreachable, Unfit) as error:
+        raise ConfigError(
+            f"name --model, the folder of the model that the engine serves: its server was asked, and {error}"
+        ) from error
+    if not await trio.Path(model, "config.json").is_file():
+        raise ConfigError(
+            f"{url} serves {model}, which is no folder of this machine: name --model, a folder with that"
+            " model's config.json and tokenizer"
+        )
+    return evolve(config, model=str(await trio.Path(model).resolve()))
+
+
 def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> EngineSettings:
-    if not config.cpu and not config.gpus and config.engine != "simulated":
-        raise ConfigError("say where the model runs: --gpus 0-7, --gpus 0, or --cpu")
-    return EngineSettings(
+    if not config.cpu and not config.gpus and config.engine == "sglang":
+        raise ConfigError("say where the model runs: --gpus 0-7, --gpus 0, --cpu, or --engine URL")
+    settings = EngineSettings(
         model_path=Path(config.model),
         device="cpu" if config.cpu else "cuda",
         gpus=config.gpus,
@@ -82,6 +113,38 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> Engi
         memory_saver=config.memory_saver,
         simulated=_simulated(config, model) if config.engine == "simulated" else None,
     )
+    if not config.engine_urls:
+        return settings
+    return evolve(settings, external=_external(config, settings, model))
+
+
+# ids that a server's vocabulary is compared by: another tokenizer agrees on few of them
+WORDS = 64
+STRIDE = 97  # ids between them, so that they are spread over merges of all ranks
+ASSUMED_CONTEXT = 32_768  # tokens, where neither a setting, the checkpoint nor a server says how many
+
+
+def _external(config: NodeConfig, settings: EngineSettings, model: LoadedModel) -> External:
+    """What the servers must agree with."""
+    if config.routed_experts and (reason := unrouted(settings)):
+        raise ConfigError(f"--routed-experts: {reason}")
+    return External(
+        urls=config.engine_urls,
+        vocab_size=model.tokenizer.vocab_size,
+        context_length=config.context_length or context_of(settings.model_path) or ASSUMED_CONTEXT,
+        words=vocabulary_sample(model.tokenizer),
+        experts=experts_of(settings) if config.routed_experts else None,
+    )
+
+
+def vocabulary_sample(tokenizer: Tokenizer) -> tuple[tuple[int, str], ...]:
+    """Words of a tokenizer, spread over its ids. ASCII alone: a lone id of other text may be half of one."""
+    found = []
+    for token in range(0, tokenizer.vocab_size, STRIDE):
+        text = tokenizer.token_bytes(token)
+        if len(text) > 2 and text.isascii() and text.strip().isalnum():
+            found.append((token, text.decode()))
+    return tuple(found[:: max(1, len(found) // WORDS)][:WORDS])
 
 
 def retention_of(config: NodeConfig) -> Retention:
@@ -152,7 +215,9 @@ def weights_model(config: NodeConfig) -> str:
 async def weights_to_begin_with(
     config: NodeConfig, journal: Journal, report: Callable[[str], None]
 ) -> tuple[Loaded | None, str | None]:
-    """The last version of this journal, or what is wrong with it."""
+    """The last version of this journal, or what is wrong with it. An external engine has its own."""
+    if config.engine_urls:
+        return None, None
     loaded, warning = await last_weights(journal, weights_model(config), resume=config.resume_weights)
     if loaded is not None:
         report(f"serving weights {loaded.version!r} from {loaded.path}, the last of this journal")
@@ -184,12 +249,11 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
         _open_journal(config, formats) as journal,
         open_callbacks(journal, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
-        report(f"loading {config.model}")
-        model = await trio.to_thread.run_sync(load_node_model, config)
+        config, model = await _with_model(config, report)
         report("starting the engine")
         loaded, warning = await weights_to_begin_with(config, journal, report)
         async with (
-            open_engines(engine_settings(config, state, model), loaded=loaded) as engines,
+            _open_engines(engine_settings(config, state, model), loaded, report) as engines,
             open_weights(engines, journal, model=weights_model(config), warning=warning) as weights,
             open_runtimes(runtimes_settings(config)) as runtimes,
         ):
@@ -229,6 +293,24 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                         # not in a finally: who leaves by force gets `interrupted` trajectories at the next
                         # start
                         await node.stop(cancel=True)
+
+
+async def _with_model(config: NodeConfig, report: Report) -> tuple[NodeConfig, LoadedModel]:
+    config = await with_served_model(config)
+    report(f"loading {config.model}")
+    return config, await trio.to_thread.run_sync(load_node_model, config)
+
+
+@asynccontextmanager
+async def _open_engines(
+    settings: EngineSettings, loaded: Loaded | None, report: Report
+) -> AsyncIterator[Engines]:
+    """The engines, and a report of each external server that is waited for."""
+    async with open_engines(settings, loaded=loaded) as engines:
+        for host in engines.statistics().hosts:
+            if host.url is not None and host.state != "ready":
+                report(f"waiting for {host.url}: {host.last_error}; calls wait until it answers")
+        yield engines
 
 
 def _receivers(config: NodeConfig) -> Receivers:

@@ -5,14 +5,13 @@ for minutes, and it must not need anything from there. It ends the host's whole 
 first, because after the kill no process is left to remove them.
 """
 
+import importlib.util
 import os
 import shutil
 import signal
 import threading
 from contextlib import suppress
 from pathlib import Path
-
-import psutil  # type: ignore[import-untyped]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -34,8 +33,12 @@ def end_session(*, tag: str, scratch: Path) -> None:
     """Kill what this process started, remove what it left on disk and in memory, and kill the whole group,
     ourselves included.
     """
-    for child in psutil.Process().children(recursive=True):
-        _kill(child.pid)
+    # SGLang brings it; a host without SGLang starts no process
+    if importlib.util.find_spec("psutil") is not None:
+        import psutil  # type: ignore[import-untyped]
+
+        for child in psutil.Process().children(recursive=True):
+            _kill(child.pid)
     remove_leftovers(tag=tag, scratch=scratch)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
