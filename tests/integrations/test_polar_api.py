@@ -22,7 +22,7 @@ from polarnode.core.conversation import Message
 from polarnode.core.errors import Busy, DiskFull
 from polarnode.core.task import CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import NewMessages, Outcome, Trajectory
-from polarnode.engine.routing import EngineStatistics
+from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import polar_extension
@@ -98,6 +98,7 @@ class BusyTaker(TaskTaker):
     listed: list[LiveSessionStatus] = field(factory=list)
     ended: list[str] = field(factory=list)
     version: str = "v3"
+    hosts: tuple[HostStatistics, ...] = ()
 
     def sessions(self) -> tuple[LiveSessionStatus, ...]:
         return tuple(self.listed)
@@ -108,7 +109,11 @@ class BusyTaker(TaskTaker):
 
     def figures(self) -> Figures:
         engine = EngineStatistics(
-            hosts=(), vocab_size=1, context_length=1, weight_version=self.version, paused=self.held.mode
+            hosts=self.hosts,
+            vocab_size=1,
+            context_length=1,
+            weight_version=self.version,
+            paused=self.held.mode,
         )
         stages = {
             name: SemaphoreStatistics(limit=4, inside=1, waiting=2)
@@ -676,6 +681,23 @@ async def test_generation_is_held_and_let_go(parts: Parts) -> None:
     ):
         found = polar.read(await parts.client.ask(method, f"/admin/inference/{path}"), polar.InferenceStatus)
         assert (found.paused, found.drained, found.policy_version) == (paused, True, "v3")
+
+
+async def test_calls_that_wait_for_a_pause_to_end_are_not_in_flight(parts: Parts) -> None:
+    """Polar's bridge stops its trainer at a pause that leaves calls in flight."""
+    parts.plane.service.hosts = (
+        HostStatistics(
+            index=0, state="up", pid=1, gpus=(0,), in_flight=3, running=3, waiting=0, token_usage=0.1,
+            restarts=0, weight_version="v3", last_error=None,
+        ),
+    )  # fmt: skip
+    expected = {"status": (False, 3, 0), "pause": (True, 0, 3), "resume": (False, 3, 0)}
+    for action, (paused, inflight, held) in expected.items():
+        method = "GET" if action == "status" else "POST"
+        found = polar.read(
+            await parts.client.ask(method, f"/admin/inference/{action}"), polar.InferenceStatus
+        )
+        assert (found.paused, found.drained, found.inflight, found.held) == (paused, paused, inflight, held)
 
 
 async def test_generation_of_all_gateways_is_held_and_let_go(parts: Parts) -> None:

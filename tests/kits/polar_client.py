@@ -228,9 +228,12 @@ class Deleted:
 
 @frozen(kw_only=True)
 class InferenceStatus:
+    """`held` is the node's own."""
+
     paused: bool
     drained: bool
     inflight: int
+    held: int
     base_url: str
     engine: str
     request_timeout_seconds: float | None

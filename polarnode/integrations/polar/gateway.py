@@ -414,13 +414,17 @@ class NodeRoutes:
         return served
 
     def _inference(self) -> dict[str, Json]:
-        """`drained`: no token is being sampled. `inflight` are calls, held ones too."""
+        """`drained`: no token is being sampled. `inflight` are calls that are sampled and `held` those that
+        wait: a bridge takes a pause for failed while `inflight` is not 0 (NVIDIA-NeMo/ProRL-Agent-Server,
+        src/slime_bridge/rollout.py at 4be108f, `_gateway_generation_control`).
+        """
         engine = self.service.figures().engine
-        inflight = sum(host.in_flight for host in engine.hosts)
+        paused, calls = engine.paused is not None, sum(host.in_flight for host in engine.hosts)
         return {
-            "paused": engine.paused is not None,
-            "drained": engine.paused is not None or inflight == 0,
-            "inflight": inflight,
+            "paused": paused,
+            "drained": paused or calls == 0,
+            "inflight": 0 if paused else calls,
+            "held": calls if paused else 0,
             "base_url": _own_url(),
             "engine": engine.kind,
             "request_timeout_seconds": None,
