@@ -294,8 +294,8 @@ def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Con
             request.headers.get("Authorization", ""),
             *(f"Bearer {request.headers.get(header, '')}" for header in headers),
         ]
-        given = request.authorization
-        if request.path in basic and given is not None and given.type == "basic":
+        given, rule = request.authorization, request.url_rule
+        if rule is not None and rule.rule in basic and given is not None and given.type == "basic":
             sent.append(f"Bearer {given.password}")
         # compare all of them, so that the time taken does not reveal which one matched
         if not sum(compare_digest(each.encode(), expected) for each in sent):

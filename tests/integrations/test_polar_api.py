@@ -3,6 +3,7 @@ it, every refusal as FastAPI's.
 """
 
 import json
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -501,8 +502,16 @@ async def test_what_is_not_there_is_404_with_a_detail(parts: Parts) -> None:
 
 async def test_the_token_opens_under_either_name(tmp_path: Path) -> None:
     async with open_parts(tmp_path, token="secret") as parts:
-        for headers in ({"Authorization": "Bearer secret"}, {"X-Polar-Control-Token": "secret"}):
-            assert await PolarClient(url=parts.plane.url, headers=headers).ask("GET", "/nodes")
+        password = "Basic " + b64encode(b"polar:secret").decode()  # of http://polar:secret@node:8080
+        for headers in (
+            {"Authorization": "Bearer secret"},
+            {"X-Polar-Control-Token": "secret"},
+            {"Authorization": password},
+        ):
+            client = PolarClient(url=parts.plane.url, headers=headers)
+            assert await client.ask("GET", "/nodes")
+            with pytest.raises(Refused, match="404"):
+                await client.ask("GET", "/rollout/task/none")
         for headers in (
             {},
             {"Authorization": "Bearer other"},

@@ -132,7 +132,9 @@ __all__ = ["callback_formats", "polar_extension"]
 
 
 def polar_extension(service: Service) -> Extension:
-    """All of Polar's routes. Its bridges send the control plane's token in a header of their own."""
+    """All of Polar's routes. Its bridges send the control plane's token in a header of their own, and poll
+    without it: there it is the password of the URL that they are given.
+    """
     tasks = TaskRoutes(service)
     routes = (
         tasks,
@@ -146,4 +148,5 @@ def polar_extension(service: Service) -> Extension:
         ),
         operations=OPERATIONS,
         token_headers=("X-Polar-Control-Token",),
+        basic=True,
     )
