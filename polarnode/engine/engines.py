@@ -220,7 +220,7 @@ class Engines:
         """Until every host serves; of an external engine, until each server was reached or is waited for.
         Raises EngineError with the first failure's remedy.
         """
-        while any(host.state not in ALIVE and host.waiting is None for host in self._hosts):
+        while any(host.state not in ALIVE and not host.is_awaited for host in self._hosts):
             for host in self._hosts:
                 if host.state == "failed" or (host.waiting is not None and host.waiting.unfit):
                     raise EngineError(

@@ -207,6 +207,11 @@ class Host:
         return len(self._calls)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether its server, of an external engine, is not there yet. One that does not fit is there."""
+        return self.waiting is not None and not self.waiting.unfit
+
+    @property
     def ranks(self) -> int:
         """Its GPUs; 1 on a CPU."""
         return max(1, len(self.gpus))

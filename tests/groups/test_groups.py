@@ -175,6 +175,7 @@ def sampled_by(*versions: str) -> Trajectory:
         (("v0", "v2"), ("v1", "v2"), 0),
         ((), ("v1",), None),
         (("v1",), (), None),
+        (("", "v1"), ("", "v1"), None),  # weights that nobody named may be of any age
     ],
 )
 def test_staleness_is_the_updates_since_the_oldest_token(
