@@ -1,5 +1,23 @@
-"""The command line: `polarnode --gpus 0-7` serves a node; `polarnode --help` lists the commands."""
+"""The command line: `polarnode --gpus 0-7` serves a node; `polarnode --help` lists the commands.
 
-from polarnode.cli.main import main
+Beside a trainer, without `polarnode[node]`, the commands that only ask a node work if that environment has
+click and rich, as most have. Every other way ends in one sentence.
+"""
+
+from typing import NoReturn
+
+NODE = "this needs a node's packages ({missing} is not installed): pip install 'polarnode[node]'"
+
+
+def _without_click(*arguments: object, **options: object) -> NoReturn:
+    raise SystemExit(NODE.format(missing="click"))
+
+
+try:
+    from polarnode.cli.main import main
+except ModuleNotFoundError as missing:
+    if missing.name != "click":
+        raise
+    main = _without_click  # type: ignore[assignment]
 
 __all__ = ["main"]

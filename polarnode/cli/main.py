@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import click
 
+from polarnode.cli import NODE
 from polarnode.cli.options import (
     as_exit,
     config_of,
@@ -25,16 +26,27 @@ from polarnode.cli.options import (
 )
 from polarnode.core.errors import PolarnodeError
 
+# modules of the packages of `polarnode[node]`
+NODE_MODULES = frozenset(
+    "trio hypercorn quart quart_trio podman h11 jinja2 transformers tokenizers rich prometheus_client yaml"
+    " regex".split()
+)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 class CommandGroup(click.Group):
-    """A group that prints an expected error as one sentence on stderr. A bug still shows its traceback."""
+    """A group that prints an expected error as one sentence on stderr, a command without its packages too. A
+    bug still shows its traceback.
+    """
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] not in NODE_MODULES:
+                raise
+            raise click.ClickException(NODE.format(missing=error.name)) from error
         except (PolarnodeError, KeyboardInterrupt, BaseExceptionGroup) as error:
             expected = as_exit(error)
             if expected is None:

@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -16,7 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.rollouts.scheduler import LiveSessionStatus
+
+if TYPE_CHECKING:
+    from polarnode.rollouts.scheduler import LiveSessionStatus
 
 # ── console ───────────────────────────────────────────────────────────────────
 
@@ -77,7 +80,7 @@ NAMES = ("session", "harness", "outcome")
 FIGURES = ("reward", "turns", "traces", "sampled tokens", "trainable", "merged ratio")
 
 
-def live_table(sessions: Sequence[LiveSessionStatus], *, rows: int) -> Table:
+def live_table(sessions: Sequence["LiveSessionStatus"], *, rows: int) -> Table:
     """The first `rows` live sessions, running ones first, and the number of the others."""
     table = _table(("session", "harness", "phase"), ("turns", "tokens", "reward"), narrow=False)
     ordered = sorted(sessions, key=lambda status: (status.outcome is not None, status.phase != "run"))

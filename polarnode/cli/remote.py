@@ -35,7 +35,6 @@ from polarnode.groups.training_rows import turn_rewards
 from polarnode.merge.figures import summed, word_of
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.sources.values import SourcedTask
-from polarnode.tokens.tokenizer import load_tokenizer
 
 Query = Mapping[str, Any]
 WARNINGS = ("gap", "unreadable")
@@ -322,11 +321,17 @@ def inspect(session: str, source: Path | RemoteNode, model: Path | None, *, plai
         _from_node(session, source) if isinstance(source, RemoteNode) else _from_file(source, session)
     )
     console = open_console()
-    tokenizer = load_tokenizer(model or TINY_MODEL) if model or trajectory.model == TINY_MODEL.name else None
+    folder = model or (TINY_MODEL if trajectory.model == TINY_MODEL.name else None)
     console.print(
-        shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal),
+        shown(trajectory, rows, None if folder is None else _tokenizer(folder), console=console, plain=plain or not console.is_terminal),
         soft_wrap=not console.is_terminal,
     )
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    from polarnode.tokens.tokenizer import load_tokenizer  # of `polarnode[node]`
+
+    return load_tokenizer(folder)
 
 
 def _from_file(file: Path, session: str) -> tuple[Trajectory, Sequence[TurnRow]]:

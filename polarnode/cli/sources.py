@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import click
-import trio
 from attrs import evolve, field, frozen
 from rich.table import Table
 
@@ -22,7 +21,6 @@ from polarnode.core import codec
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
 from polarnode.node.config import NodeConfig
-from polarnode.rollouts.admission import admitted
 from polarnode.sources.source import read_source
 from polarnode.sources.values import Kind, Overrides, SourcedTask, Unread
 
@@ -59,6 +57,8 @@ def checked(task: SourcedTask, *, config: NodeConfig, here: bool) -> SourcedTask
     `here`: it will run on a node of this config. Otherwise what depends on the node's settings (judges,
     volumes, egress) is left to that node.
     """
+    from polarnode.rollouts.admission import admitted  # of `polarnode[node]`, as what builds images
+
     try:
         admitted(
             task.spec,
@@ -88,6 +88,8 @@ def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, report: Calla
     builds = [task.build for task in tasks if task.build is not None]
     if not builds:
         return
+    import trio
+
     from polarnode.containers.images import build_task_images
     from polarnode.node.opening import runtimes_settings  # heavy, so imported only to build
 

@@ -73,7 +73,10 @@ def read_toml(file: Path) -> dict[str, Any]:
 
 def read_yaml(file: Path) -> Any:
     """The value of a YAML file, which is JSON: a date is the text that was written."""
-    import yaml  # only such files need it, and a verb's help should not wait for it
+    try:
+        import yaml  # only such files need it, and a verb's help should not wait for it
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"{file}: reading YAML needs pyyaml: pip install pyyaml") from missing
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml is not typed
         """YAML's safe types but for dates, which JSON does not have."""
@@ -362,7 +365,6 @@ def _found(value: Json, *, name: str, origin: str) -> FoundTask | Unread:
     return FoundTask(name=task_id if isinstance(task_id, str) else name, origin=origin, value=value)
 
 
-PYARROW = "26.0.1"
 FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json")
 BATCH = 64  # rows read at once: a row of SWE-bench is some 20 kB of text
 # what datasets writes beside its data
@@ -499,6 +501,6 @@ def _pyarrow(file: Path) -> Any:
         import pyarrow
     except ImportError as error:
         raise ConfigError(
-            f"{file}: reading {file.suffix} needs pyarrow: pip install pyarrow=={PYARROW}"
+            f"{file}: reading {file.suffix} needs pyarrow: pip install 'polarnode[data]'"
         ) from error
     return pyarrow

@@ -1,0 +1,165 @@
+"""`pip install polarnode` beside a trainer: the wheel and what it asks for, nothing else, in an environment of its
+own. What a trainer imports works there, both clients talk to a node, and a command that cannot run says why.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+from client_kit import Node, open_node
+from journal_samples import make_spec
+from packaging.requirements import Requirement
+
+from polarnode.cli.main import NODE_MODULES
+from polarnode.client import PolarnodeClient
+
+ROOT = Path(__file__).parents[1]
+PROGRAM = ROOT / "tests" / "kits" / "light_program.py"
+ROOMS = ("core", "groups", "trainers", "client", "sources")
+# a plug-in's class extends the trainer's own, or it needs what every trainer has
+OF_TRAINERS = {
+    *("torch", "verl", "skyrl", "slime", "miles", "areal", "trl", "tinker", "verifiers", "prime_rl", "nemo_rl"),
+    *("transformers", "atroposlib"),
+}
+
+
+def asked_for(names: list[str]) -> Iterator[str]:
+    """Distributions that these requirements bring, each installed here in a version they take."""
+    waiting, found = [Requirement(name) for name in names], set[str]()
+    while waiting:
+        requirement = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        installed = distribution(requirement.name)
+        assert requirement.specifier.contains(installed.version), f"{requirement}: {installed.version} is installed"
+        if requirement.name not in found:
+            found.add(requirement.name)
+            yield requirement.name
+            waiting += map(Requirement, installed.requires or ())
+
+
+def link(names: list[str], folder: Path) -> None:
+    """Put installed distributions, and what they need, into a folder that Python may import from."""
+    for name in asked_for(names):
+        for top in {file.parts[0] for file in distribution(name).files or ()} - {"..", "__pycache__"}:
+            place = folder / top
+            if not place.exists():
+                place.symlink_to(Path(str(distribution(name).locate_file(top))))
+
+
+class Light:
+    """The environment. `more`: distributions beside it, as a trainer's environment may have them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "bin" / "python"
+
+    def run(self, *arguments: str, more: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        if more is not None:
+            environment["PYTHONPATH"] = str(more)
+        return subprocess.run(
+            [str(self.python), "-P", *arguments], env=environment, cwd=self.folder, capture_output=True, text=True, timeout=60
+        )
+
+    def answer(self, *arguments: str) -> Any:
+        done = self.run(str(PROGRAM), *arguments)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Light:
+    folder = tmp_path_factory.mktemp("light")
+    source = folder / "source"
+    shutil.copytree(ROOT / "polarnode", source / "polarnode", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    environment = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    with ZipFile(next(source.glob("*.whl"))) as wheel:
+        wheel.extractall(packages)
+    (metadata,) = packages.glob("polarnode-*.dist-info/METADATA")
+    link([line[15:] for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist: ")], packages)
+    return Light(environment)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A control plane with a task whose two sessions are over."""
+    with open_node(tmp_path / "journal.sqlite") as opened:
+        PolarnodeClient(opened.url, token="secret").submit(make_spec(task_id="a", num_samples=2))
+        opened.publish("a-0", task_id="a", reward=1.0)
+        opened.publish("a-1", task_id="a", reward=0.0)
+        yield opened
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_all_that_a_trainer_imports_needs_nothing_of_a_node(light: Light) -> None:
+    ours = [dotted(path) for room in ROOMS for path in sorted((ROOT / "polarnode" / room).rglob("*.py"))]
+    assert {name: why for name, why in light.answer("modules", *ours).items() if why is not None} == {}
+    plug_ins = [dotted(path) for path in sorted((ROOT / "polarnode" / "integrations").glob("*.py"))]
+    missing = {name: why.partition(".")[0] for name, why in light.answer("modules", *plug_ins).items() if why}
+    assert set(missing.values()) <= OF_TRAINERS, missing
+
+
+def test_both_clients_and_the_projections_work_there(light: Light, node: Node) -> None:
+    assert light.answer("client", node.url) == {
+        "submitted": "mine",
+        "rows": [["a-0", 1.0, 3], ["a-1", -1.0, 3]],
+        "formats": ["verl", "slime", "miles", "trl", "skyrl", "nemo_rl"],
+        "asynchronous": ["trajectory:a-0", "trajectory:a-1", "group:a", "task:a"],
+    }
+
+
+def test_commands_that_ask_a_node_need_click_and_rich_alone(light: Light, node: Node, tmp_path: Path) -> None:
+    cli = ("-m", "polarnode.cli")
+    where = ("--url", node.url, "--token", "secret")
+    sentence = "this needs a node's packages ({} is not installed): pip install 'polarnode[node]'"
+    assert light.run(*cli, "watch").stderr.strip() == sentence.format("click")
+
+    more = tmp_path / "more"
+    more.mkdir()
+    link(["click"], more)
+    assert light.run(*cli, "watch", *where, more=more).stderr.strip() == f"Error: {sentence.format('rich')}"
+    link(["rich"], more)
+    (tmp_path / "task.toml").write_text('task_id = "b"\ninstruction = "do it"\nharness.name = "pi"\n')
+    submitted = light.run(*cli, "submit", str(tmp_path / "task.toml"), *where, more=more)
+    assert (submitted.returncode, submitted.stdout) == (0, "b\n"), submitted.stderr
+    watched = light.run(*cli, "watch", "--task", "a", *where, more=more)
+    assert watched.returncode == 0, watched.stderr
+    assert "task a is done: 2 completed" in watched.stdout
+    exported = light.run(*cli, "export", *where, more=more)
+    assert exported.stdout.count('"session_id"') == 2, exported.stderr
+    assert "trainable" in light.run(*cli, "inspect", "a-0", *where, more=more).stdout
+    for verb in (("run", "--cpu", str(tmp_path / "task.toml")), ("doctor", "--cpu"), ("--cpu",)):
+        refused = light.run(*cli, *verb, more=more)
+        assert refused.returncode == 1
+        assert "pip install 'polarnode[node]'" in refused.stderr
+
+
+def test_the_modules_named_in_that_sentence_are_those_of_the_extra() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    light = {Requirement(line).name for line in declared["dependencies"]}
+    named = NODE_MODULES | {"click"}  # without click there is no command to print the sentence
+    found: set[str] = set()
+    for name in {Requirement(line).name for line in declared["optional-dependencies"]["node"]} - light:
+        modules = {file.parts[0] for file in distribution(name).files or ()} & named
+        assert modules, f"{name} is of polarnode[node], and none of its modules is in NODE_MODULES"
+        found |= modules
+    assert found == named
