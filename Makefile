@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: chaos demo test setup check gpu-test fuzz harness-matrix meaning learn learn-ablations learn-trl clean
+.PHONY: chaos demo test setup check gpu-test fuzz harness-matrix meaning resolution learn learn-ablations learn-trl clean
 
 PY := .venv/bin/python
 
@@ -28,6 +28,10 @@ harness-matrix: setup
 # Run sessions of every harness, check their rows in transformers, write the tables of docs/token-fidelity.md: half an hour on two idle cores.
 meaning: setup
 	$(PY) tools/meaning.py
+
+# Resolve `pip install polarnode` beside each trainer's own requirements, and write the table of docs/trainers/environment.md: some minutes.
+resolution: setup
+	$(PY) tools/resolution.py
 
 # Kill, stop, fill and damage a node for half an hour, and count: out/chaos/chaos.json. `make chaos MINUTES=5` is shorter, SEED=7 gives a run again.
 chaos: setup

@@ -4,6 +4,7 @@ own. What a trainer imports works there, both clients talk to a node, and a comm
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,9 +26,23 @@ from polarnode.client import PolarnodeClient
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "kits" / "light_program.py"
 ROOMS = ("core", "groups", "trainers", "client", "sources")
+# modules beside the plug-ins that a node serves other projects with
+SERVED = {"sglang.py"}
 # a plug-in's class extends the trainer's own, or it needs what every trainer has
 OF_TRAINERS = {
-    *("torch", "verl", "skyrl", "slime", "miles", "areal", "trl", "tinker", "verifiers", "prime_rl", "nemo_rl"),
+    *(
+        "torch",
+        "verl",
+        "skyrl",
+        "slime",
+        "miles",
+        "areal",
+        "trl",
+        "tinker",
+        "verifiers",
+        "prime_rl",
+        "nemo_rl",
+    ),
     *("transformers", "atroposlib"),
 }
 
@@ -40,7 +55,9 @@ def asked_for(names: list[str]) -> Iterator[str]:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         installed = distribution(requirement.name)
-        assert requirement.specifier.contains(installed.version), f"{requirement}: {installed.version} is installed"
+        assert requirement.specifier.contains(installed.version), (
+            f"{requirement}: {installed.version} is installed"
+        )
         if requirement.name not in found:
             found.add(requirement.name)
             yield requirement.name
@@ -68,7 +85,12 @@ class Light:
         if more is not None:
             environment["PYTHONPATH"] = str(more)
         return subprocess.run(
-            [str(self.python), "-P", *arguments], env=environment, cwd=self.folder, capture_output=True, text=True, timeout=60
+            [str(self.python), "-P", *arguments],
+            env=environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
 
     def answer(self, *arguments: str) -> Any:
@@ -92,7 +114,10 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> Light:
     with ZipFile(next(source.glob("*.whl"))) as wheel:
         wheel.extractall(packages)
     (metadata,) = packages.glob("polarnode-*.dist-info/METADATA")
-    link([line[15:] for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist: ")], packages)
+    link(
+        [line[15:] for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist: ")],
+        packages,
+    )
     return Light(environment)
 
 
@@ -113,7 +138,8 @@ def dotted(path: Path) -> str:
 def test_all_that_a_trainer_imports_needs_nothing_of_a_node(light: Light) -> None:
     ours = [dotted(path) for room in ROOMS for path in sorted((ROOT / "polarnode" / room).rglob("*.py"))]
     assert {name: why for name, why in light.answer("modules", *ours).items() if why is not None} == {}
-    plug_ins = [dotted(path) for path in sorted((ROOT / "polarnode" / "integrations").glob("*.py"))]
+    modules = sorted((ROOT / "polarnode" / "integrations").glob("*.py"))
+    plug_ins = [dotted(path) for path in modules if path.name not in SERVED]
     missing = {name: why.partition(".")[0] for name, why in light.answer("modules", *plug_ins).items() if why}
     assert set(missing.values()) <= OF_TRAINERS, missing
 
@@ -163,3 +189,22 @@ def test_the_modules_named_in_that_sentence_are_those_of_the_extra() -> None:
         assert modules, f"{name} is of polarnode[node], and none of its modules is in NODE_MODULES"
         found |= modules
     assert found == named
+
+
+def test_the_ranges_take_what_each_trainer_has() -> None:
+    """Without a network: what `make resolution` found, and what lock files and images pin."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {each.name: each.specifier for each in map(Requirement, declared["dependencies"])}
+    trainers = tomllib.loads((ROOT / "tools" / "resolution.toml").read_text())
+    pinned = [pin for trainer in trainers.values() for pin in trainer.get("locked", {}).items()]
+    for trainer in trainers.values():
+        for each in map(Requirement, trainer.get("requires", ())):
+            pinned += [(each.name, spec.version) for spec in each.specifier if spec.operator == "=="]
+    page = (ROOT / "docs" / "trainers" / "environment.md").read_text()
+    table = page.partition("<!-- resolution -->")[2].partition("<!-- /resolution -->")[0]
+    assert all(name.partition(",")[0] in table for name in trainers), "run `make resolution`"
+    assert "cannot be resolved" not in table
+    pinned += re.findall(r"(numpy|attrs|anyio|orjson|msgpack) (\d[\w.]*)", table)
+    ours = [(name, version) for name, version in pinned if name in ranges]
+    assert {name for name, _ in ours} >= {"numpy", "attrs", "anyio", "orjson", "msgpack"}
+    assert [(name, version) for name, version in ours if not ranges[name].contains(version)] == []

@@ -322,8 +322,9 @@ def inspect(session: str, source: Path | RemoteNode, model: Path | None, *, plai
     )
     console = open_console()
     folder = model or (TINY_MODEL if trajectory.model == TINY_MODEL.name else None)
+    tokenizer = None if folder is None else _tokenizer(folder)
     console.print(
-        shown(trajectory, rows, None if folder is None else _tokenizer(folder), console=console, plain=plain or not console.is_terminal),
+        shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal),
         soft_wrap=not console.is_terminal,
     )
 

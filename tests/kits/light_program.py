@@ -37,7 +37,9 @@ def client(url: str) -> dict[str, Any]:
     groups = list(node.groups(follow=False))
     first = groups[0].trajectories[0]
     return {
-        "submitted": node.submit({"instruction": "do it", "harness": {"name": "pi"}, "task_id": "mine"}).task_id,
+        "submitted": node.submit(
+            {"instruction": "do it", "harness": {"name": "pi"}, "task_id": "mine"}
+        ).task_id,
         "rows": [(row.session_id, row.advantage, row.tokens) for row in rows_of(groups)],
         "formats": [name for name in FORMATS_USED if project(name, first, arrays="numpy")],
         "asynchronous": asyncio.run(asynchronous(url)),

@@ -299,7 +299,9 @@ def test_without_pyarrow_it_is_said_how_to_have_it(tmp_path: Path, monkeypatch: 
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"reading \.parquet needs pyarrow: pip install 'polarnode\[data\]'"):
+    with pytest.raises(
+        ConfigError, match=r"reading \.parquet needs pyarrow: pip install 'polarnode\[data\]'"
+    ):
         names(tmp_path / "r.parquet")
 
 
