@@ -28,8 +28,8 @@ from polarnode.core.errors import PolarnodeError
 
 # modules of the packages of `polarnode[node]`
 NODE_MODULES = frozenset(
-    "trio hypercorn quart quart_trio podman h11 jinja2 transformers tokenizers rich prometheus_client yaml"
-    " regex".split()
+    {"trio", "hypercorn", "quart", "quart_trio", "podman", "h11", "jinja2", "transformers", "tokenizers"}
+    | {"rich", "prometheus_client", "yaml", "regex"}
 )
 FOLDER = click.Path(file_okay=False, path_type=Path)
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
