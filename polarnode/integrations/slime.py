@@ -33,6 +33,7 @@ from polarnode.core.task import TaskSpec
 from polarnode.groups import Group
 from polarnode.integrations.rollout_tasks import (
     AT_ONCE,
+    UNCUT,
     NodeRollouts,
     PluginSettings,
     SessionLost,
@@ -258,13 +259,16 @@ def _renewed(prompt: _Prompt) -> _Prompt:
 
 
 def _task(settings: PluginSettings, args: Any, sample: Any, count: int, **sampling: Any) -> TaskSpec:
-    """The task of a prompt. `metadata` of the dataset's row may hold one under `polarnode`."""
-    given = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p} | sampling
+    """The task of a prompt, sampled as slime's arguments say and not otherwise. `metadata` of the dataset's
+    row may hold a task under `polarnode`.
+    """
+    names = {"temperature": "rollout_temperature", "top_p": "rollout_top_p", "top_k": "rollout_top_k"}
+    given = {name: getattr(args, argument, None) for name, argument in names.items()} | sampling
     return task_of(
         settings,
         {"prompt": sample.prompt, "metadata": sample.metadata or {}},
         samples=count,
-        sampling={name: value for name, value in given.items() if value is not None},
+        sampling={**UNCUT, **{name: value for name, value in given.items() if value is not None}},
     )
 
 
@@ -355,7 +359,7 @@ def _evaluated(args: Any, settings: PluginSettings, data: Any) -> dict[str, list
         metadata_key=data.metadata_key,
     ).samples
     count = data.n_samples_per_eval_prompt
-    asked = {"temperature": data.temperature, "top_p": data.top_p}
+    asked = {"temperature": data.temperature, "top_p": data.top_p, "top_k": data.top_k}
     waiting = dict(enumerate(rows))
     scored: dict[int, list[Any]] = {}
     for _ in range(1 + EVALUATED_AGAIN):

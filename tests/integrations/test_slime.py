@@ -256,7 +256,9 @@ def test_a_batch_has_a_list_for_each_session_and_keeps_groups(
     )
     assert type(first.rollout_routed_experts).__module__ == {"slime": "torch", "miles": "numpy"}[package]
     assert sorted(spec.instruction for spec in seen) == ["a", "b"]
-    assert {(spec.num_samples, spec.sampling.temperature) for spec in seen} == {(2, 0.8)}
+    assert {(spec.num_samples, spec.sampling.temperature, spec.sampling.top_k) for spec in seen} == {
+        (2, 0.8, -1)
+    }
     assert output.metrics["rollout/polarnode/sessions"] == 4
 
 
@@ -362,7 +364,7 @@ def test_an_evaluation_counts_sessions_and_leaves_out_what_was_not_scored(
     playing: Callable[[Play], list[TaskSpec]], tmp_path: Path
 ) -> None:
     def play(spec: TaskSpec) -> list[Trajectory]:
-        assert (spec.num_samples, spec.sampling.temperature) == (2, 0.0)
+        assert (spec.num_samples, spec.sampling.temperature, spec.sampling.top_k) == (2, 0.0, 5)
         other = no_row("error") if spec.instruction == "lost" else two_rows(reward=0.0)
         return [one_row(reward=1.0), other]
 
@@ -370,7 +372,7 @@ def test_an_evaluation_counts_sessions_and_leaves_out_what_was_not_scored(
     (tmp_path / "rows").write_text("good lost")
     keys = {"prompt_key": "prompt", "input_key": "prompt", "label_key": None, "tool_key": None}
     data = SimpleNamespace(
-        name="held_out", path=tmp_path / "rows", metadata_key="metadata", temperature=0.0, top_p=None,
+        name="held_out", path=tmp_path / "rows", metadata_key="metadata", temperature=0.0, top_p=None, top_k=5,
         n_samples_per_eval_prompt=2, **keys,
     )  # fmt: skip
     output = plugin.generate_rollout(arguments(eval_datasets=[data]), 0, None, evaluation=True)
