@@ -154,7 +154,7 @@ def task_of(
     user message of a chat. `sampling` is the trainer's and overrides both. Without a `task_id` the task is
     new each time. Raises Refused naming the column or the field.
     """
-    value = merged_over(settings.template, _own_task(row))
+    value = merged_over(settings.template, own_task(row))
     if not value.get("instruction"):
         value["instruction"] = _prompt(row)
     given: dict[str, Json] = {name: each for name, each in (sampling or {}).items() if each is not None}
@@ -173,7 +173,8 @@ def task_of(
     return read_task(value)
 
 
-def _own_task(row: Mapping[str, Any]) -> dict[str, Json]:
+def own_task(row: Mapping[str, Any]) -> dict[str, Json]:
+    """The partial task that a row holds under `polarnode`, itself or in one of EXTRA_COLUMNS; {} if none."""
     places = [row, *(row[name] for name in EXTRA_COLUMNS if isinstance(row.get(name), Mapping))]
     own: Any = next((place[TASK_KEY] for place in places if place.get(TASK_KEY) is not None), {})
     value = read_json(own.encode()) if isinstance(own, str) else _json(own)

@@ -37,6 +37,7 @@ from polarnode.integrations.rollout_tasks import (
     UNCUT,
     NodeRollouts,
     PluginSettings,
+    own_task,
     plugin_settings,
     rollout_groups,
     task_of,
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+INSTRUCTION: Final = "instruction"  # the column that comes before a row's prompt
+TASK_COLUMNS: Final = {TASK_KEY, INSTRUCTION, *EXTRA_COLUMNS}  # of a row that is more than its prompt
 FOLDER: Final = "polarnode-weights"  # below the trainer's output_dir
 PROMPT_BYTES: Final = 200  # of a prompt in an error message
 # methods of a tensor by its type's name: torch itself is the trainer's
@@ -488,13 +491,14 @@ class _Columns:
 
     def _add(self, dataset: Any) -> None:
         names = set(getattr(dataset, "column_names", None) or ())
-        if not names & {TASK_KEY, *EXTRA_COLUMNS}:
+        if not names & TASK_COLUMNS:
             return
         if not hasattr(dataset, "__getitem__"):
+            wanted = ", ".join(sorted(names & TASK_COLUMNS))
             raise Refused(
-                f"a streaming dataset cannot have the column {TASK_KEY}: TRL passes a rollout_func prompts"
-                " alone, and their rows are found by prompt. Load the dataset whole",
-                path=f"$.{TASK_KEY}",
+                f"a streaming dataset cannot have the columns {wanted}: TRL passes a rollout_func prompts alone,"
+                " and their rows are found by prompt. Load the dataset whole, or leave the columns out",
+                path="$.prompt",
             )
         for index, prompt in enumerate(dataset["prompt"]):
             known = self._rows.setdefault(_key(prompt), (dataset, index))
@@ -507,7 +511,7 @@ class _Columns:
 
 
 def _same_task(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one.get(name) == other.get(name) for name in (TASK_KEY, *EXTRA_COLUMNS))
+    return own_task(one) == own_task(other) and one.get(INSTRUCTION) == other.get(INSTRUCTION)
 
 
 def _key(prompt: Any) -> str:

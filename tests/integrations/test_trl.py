@@ -135,6 +135,16 @@ def test_two_tasks_of_one_prompt_are_refused() -> None:
         PolarnodeRollout(task=TASK)(["do it"], trainer_of(dataset))
 
 
+def test_equal_prompts_of_one_task_are_one_row() -> None:
+    """Columns beside the task differ, as an index does."""
+    rows = [{"prompt": "do it", "extra_info": {"index": number}} for number in range(2)]
+    columns = plugin._Columns([Table(*rows)])
+    assert columns.row("do it") == rows[0]
+    assert columns.row("another") == {"prompt": "another"}
+    with pytest.raises(Refused, match="two rows have the prompt"):
+        plugin._Columns([Table(*(row | {"instruction": str(row["extra_info"])} for row in rows))])
+
+
 def test_a_streaming_dataset_with_tasks_is_refused() -> None:
     dataset = SimpleNamespace(column_names=["prompt", "extra_info"])
     with pytest.raises(Refused, match="streaming dataset"):

@@ -5,6 +5,7 @@ In: {"model": a checkpoint's folder}. Out: the steps, with weights that are serv
 that never reach the node (`frozen`), and of each Datum the positions that got a gradient.
 """
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,13 @@ from polarnode.integrations import tinker as plugin
 from polarnode.integrations.rollout_tasks import PluginSettings
 
 ORACLES = Path(sys.prefix) / "oracles"
+
+
+def taken(name: str, *arguments: Any) -> None:
+    """Fails unless tinker's own client has this method with these parameters."""
+    from tinker.lib.public_interfaces.training_client import TrainingClient
+
+    inspect.signature(getattr(TrainingClient, name)).bind(None, *arguments)
 
 
 class Cloud:
@@ -37,6 +45,7 @@ class Cloud:
         from tinker.types import ForwardBackwardOutput, TensorData
 
         assert loss_fn == "importance_sampling"
+        taken("forward_backward", data, loss_fn, loss_fn_config)
         outputs, total = [], 0.0
         for datum in data:
             inputs = {name: tensor.to_torch() for name, tensor in datum.loss_fn_inputs.items()}
@@ -59,6 +68,7 @@ class Cloud:
         from tinker.types import AdamParams
 
         assert isinstance(optim_params, AdamParams)
+        taken("optim_step", optim_params)
         for group in self.optimizer.param_groups:
             group["lr"] = optim_params.learning_rate
         self.optimizer.step()
