@@ -496,7 +496,7 @@ class _Columns:
         if not hasattr(dataset, "__getitem__"):
             wanted = ", ".join(sorted(names & TASK_COLUMNS))
             raise Refused(
-                f"a streaming dataset cannot have the columns {wanted}: TRL passes a rollout_func prompts alone,"
+                f"a streaming dataset cannot have the columns {wanted}: TRL passes prompts alone,"
                 " and their rows are found by prompt. Load the dataset whole, or leave the columns out",
                 path="$.prompt",
             )
