@@ -65,7 +65,7 @@ BEAT_S: Final = (
 
 
 @define(kw_only=True)
-class Weights:
+class PushWeights:
     """Serves a trainer's weights on a node, each under a new version, as `push_tensors` does.
 
     * `transport`: "disk" writes checkpoints below `folder`, which the node must see under the same absolute
@@ -154,7 +154,7 @@ class PolarnodeRollout:
       POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN if not given. A row of the dataset may
       add to its task in a column `polarnode`; its prompt is the instruction.
     * `weights`, `folder` (below the trainer's output_dir if not given), `model` (the trainer's), `address`,
-      `dtype`: how weights get to the node, see `Weights`; "none" pushes nothing.
+      `dtype`: how weights get to the node, see `PushWeights`; "none" pushes nothing.
     * `several`: of a session with several rows train the "last" of the main agent, or "refuse" it.
     * `importance_sampling`: let TRL weigh tokens by its own probability over the recorded one, with its
       `vllm_importance_sampling_*` settings. It reads them for its own vLLM only, so this sets the attributes
@@ -181,7 +181,7 @@ class PolarnodeRollout:
         self.weights = None
         if weights != "none":
             where = None if folder is None else Path(folder)
-            self.weights = Weights(
+            self.weights = PushWeights(
                 settings=self.settings,
                 transport=weights,
                 folder=where,
@@ -319,7 +319,7 @@ class NodeWeights:
     counted as TRL counts its `model_version`.
     """
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: PushWeights) -> None:
         self.weights = weights
         self.sent = 0
 
@@ -346,8 +346,8 @@ class NodeWorker:
     Every row of a session is trained once, with the advantage of its session (or of its lineage, if that has
     a reward of its own). A session that is not usable gives none. `dataset`: rows as for PolarnodeRollout;
     they are repeated for ever. `samples`: sessions of a group. `groups`: how many are in progress at once.
-    `estimator`: "grpo" is TRL's. How weights get to the node: see `Weights`; pass `weight_transfer` to the
-    trainer too.
+    `estimator`: "grpo" is TRL's. How weights get to the node: see `PushWeights`; pass `weight_transfer` to
+    the trainer too.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class NodeWorker:
         mode: UpdateMode = "in_place",
     ) -> None:
         self.settings = plugin_settings({"url": url, "token": token, "task": task, "run": run})
-        self.weights = Weights(
+        self.weights = PushWeights(
             settings=self.settings,
             transport=weights,
             folder=None if folder is None else Path(folder),
@@ -448,7 +448,7 @@ class NodeWorker:
 
 
 def samples_of(
-    group: Group, number: int, weights: Weights, estimator: Estimator = "grpo", *, prompt: Any = ()
+    group: Group, number: int, weights: PushWeights, estimator: Estimator = "grpo", *, prompt: Any = ()
 ) -> list[Any]:
     """TRL's RolloutSamples of a group: each row of each usable session."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample

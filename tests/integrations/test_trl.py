@@ -17,7 +17,7 @@ import polarnode
 from polarnode.core.errors import Refused
 from polarnode.integrations import trl as plugin
 from polarnode.integrations.rollout_tasks import PluginSettings
-from polarnode.integrations.trl import NodeWorker, PolarnodeRollout, Weights, node_reward
+from polarnode.integrations.trl import NodeWorker, PolarnodeRollout, PushWeights, node_reward
 
 KITS = Path(__file__).parents[1] / "kits"
 TINY = Path(polarnode.__file__).parent / "models" / "tiny"
@@ -165,7 +165,7 @@ def test_a_way_to_push_that_does_not_exist_is_refused() -> None:
     with pytest.raises(Refused, match="use one of bfloat16"):
         PolarnodeRollout(task=TASK, dtype="int8")
     with pytest.raises(Refused, match="give model="):
-        Weights(settings=PluginSettings()).push(0, [])
+        PushWeights(settings=PluginSettings()).push(0, [])
 
 
 def test_the_reward_function_passes_what_the_node_gave() -> None:
@@ -179,14 +179,14 @@ def test_the_reward_function_passes_what_the_node_gave() -> None:
 
 
 def test_versions_of_two_runs_have_different_names_and_count_alike() -> None:
-    one, other = (Weights(settings=PluginSettings(run="r")) for _ in range(2))
+    one, other = (PushWeights(settings=PluginSettings(run="r")) for _ in range(2))
     assert one.version(3) != other.version(3)
     assert (one.number(one.version(3)), one.number("0"), one.number(other.version(3))) == (3, 0, 0)
 
 
 def test_tensors_are_cast_to_the_types_that_the_node_serves() -> None:
     torch = pytest.importorskip("torch")
-    weights = Weights(settings=PluginSettings(), dtype="bfloat16")
+    weights = PushWeights(settings=PluginSettings(), dtype="bfloat16")
     cast = [weights._cast(each) for each in (torch.zeros(2), torch.zeros(2, dtype=torch.int64))]
     assert [each.dtype for each in cast] == [torch.bfloat16, torch.int64]
 
