@@ -13,6 +13,7 @@ import importlib
 import json
 import logging
 import sys
+from collections.abc import Collection
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -49,8 +50,13 @@ class Anything(ModuleType):
 
 
 class Absent(MetaPathFinder, Loader):
+    """Finds empty modules for these top-level names."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in MISSING else None
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self.names else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return Anything(spec.name)
@@ -62,7 +68,7 @@ class Absent(MetaPathFinder, Loader):
 def load(root: Path) -> None:
     """Make `areal` importable from this folder."""
     sys.path.append(str(root))
-    sys.meta_path.append(Absent())
+    sys.meta_path.append(Absent(MISSING))
     for name in EMPTY:
         package = Anything(name)
         package.__path__ = [str(root / name.replace(".", "/"))]

@@ -1,0 +1,95 @@
+"""prime-rl's plug-in in verifiers' own code: verifiers 0.4.0 finds harness and taskset by their id and serves
+their episodes (tests/kits/prime_rl_program.py); the requests of prime-rl's weight update are PrimeIntellect-ai/
+prime-rl 559b44772's (src/prime_rl/utils/client.py, src/prime_rl/transports/weights/filesystem.py).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "kits" / "prime_rl_program.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    installed = Path(sys.prefix, "oracles", "verifiers").is_dir()
+    assert installed, "verifiers is not in .venv/oracles: run tools/setup.sh test"
+    done = subprocess.run(
+        [sys.executable, PROGRAM],
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    return json.loads(done.stdout)
+
+
+def rows(episode: Any) -> list[list[int]]:
+    """The sampled tokens of each branch, of which prime-rl makes a sample."""
+    return [
+        [token for token, on in zip(one["ids"], one["mask"], strict=True) if on]
+        for one in episode["branches"]
+    ]
+
+
+def test_each_row_is_a_branch_and_each_session_one_trace(found: Any) -> None:
+    episodes = found["episodes"]
+    assert rows(episodes["one"]) == [[20, 21, 22, 23, 24]]
+    assert rows(episodes["two"]) == [[20, 21], [40]]
+    assert rows(episodes["sliced"]) == [
+        [20, 21],
+        *([30 + turn, 40 + turn, 50 + turn] for turn in range(1, 5)),
+    ]
+    assert [episodes[name]["reward"] for name in ("one", "two", "sliced", "zero")] == [1.0, 0.25, 0.5, 0.0]
+    assert all(episodes[name]["ok"] for name in ("one", "two", "sliced", "zero"))
+
+
+def test_ids_and_logprobs_are_the_engines(found: Any) -> None:
+    [branch] = found["episodes"]["one"]["branches"]
+    assert branch["ids"] == [10, 11, 12, 20, 21, 13, 14, 22, 23, 24]
+    assert branch["logprobs"] == [0, 0, 0, -0.5, -0.625, 0, 0, -1.5, -1.625, -1.75]
+    assert branch["experts"] == [10, 2, 3]  # a row for each token, which prime-rl insists on
+    assert found["episodes"]["one"]["turns"] == 2
+    assert found["episodes"]["one"]["output_tokens"] == 5
+
+
+def test_versions_are_in_the_traces_info(found: Any) -> None:
+    assert found["episodes"]["two"]["info"]["polarnode"]["versions"] == [["7"], ["8"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("lost", "SandboxError: session lost-0 was lost: the container ended"),
+        ("unscored", "HarnessError: session unscored has no reward: it was so"),
+        ("wrong", "HarnessError: harness 'polarnode': Refused: budgets.run_s must be"),
+    ],
+)
+def test_a_session_without_a_verdict_is_an_error_and_never_a_reward_of_0(
+    found: Any, name: str, error: str
+) -> None:
+    """prime-rl leaves traces with an error out of their group's mean and out of its batch."""
+    episode = found["episodes"][name]
+    assert not episode["ok"]
+    assert episode["errors"][0].startswith(error)
+    assert episode["branches"] == []
+
+
+def test_a_task_has_the_trainers_sampling(found: Any) -> None:
+    assert found["tasks"][0] == ["one", 1, 0.5, 64]
+
+
+def test_a_broadcast_is_served_as_a_version(found: Any) -> None:
+    assert found["served"] == [["r-step_3-1700000000", "in_place", ["STABLE", "config.json"]]]
+    answers = found["relayed"]
+    assert [status for status, _ in answers] == [200, 200, 200, 200, 400, 400, 400, 200, 404]
+    assert json.loads(answers[3][1]) == {"status": "ok", "version": "r-step_3-1700000000"}
+    assert "/broadcasts/step_4/STABLE is not there" in answers[4][1]
+    assert json.loads(answers[5][1]) == {"error": "a tensor is missing"}
+    assert 'weight_broadcast.type = \\"filesystem\\"' in answers[6][1]
