@@ -432,7 +432,8 @@ class NodeWorker:
     ) -> None:
         spec = task_of(self.settings, row, samples=self._samples, sampling=self._sampling)
         group = await rollouts.group(spec)
-        for sample in samples_of(group, number, self.weights, self._estimator, prompt=row["prompt"]):
+        prompt = row.get("prompt", "")  # for TRL's log alone
+        for sample in samples_of(group, number, self.weights, self._estimator, prompt=prompt):
             self.rollout_buffer.put_nowait(sample)
         unusable = sum(not member.usable for member in group.members) / max(len(group.members), 1)
         self.metrics_queue.put_nowait({"node/unusable": unusable})
