@@ -432,11 +432,11 @@ class NodeWorker:
     ) -> None:
         spec = task_of(self.settings, row, samples=self._samples, sampling=self._sampling)
         group = await rollouts.group(spec)
+        unusable = sum(not member.usable for member in group.members) / max(len(group.members), 1)
+        self.metrics_queue.put_nowait({"node/unusable": unusable})
         prompt = row.get("prompt", "")  # for TRL's log alone
         for sample in samples_of(group, number, self.weights, self._estimator, prompt=prompt):
             self.rollout_buffer.put_nowait(sample)
-        unusable = sum(not member.usable for member in group.members) / max(len(group.members), 1)
-        self.metrics_queue.put_nowait({"node/unusable": unusable})
         # TRL takes rows in another thread and signals nothing; what waits for it grows stale
         while self.rollout_buffer.qsize() > self._groups * self._samples:  # noqa: ASYNC110
             await anyio.sleep(BEAT_S)

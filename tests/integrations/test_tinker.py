@@ -59,6 +59,18 @@ def test_lost_sessions_are_counted_and_are_no_reward_of_0(looped: Any) -> None:
     assert sum(others) + main == pytest.approx(0, abs=1e-6)
 
 
+def test_rows_of_every_shape_are_datums_and_every_sampled_token_is_in_one(looped: Any) -> None:
+    """Rewards 1, 0 and 0.5, and 0.75 for a lineage of the last: the baseline is 0.5."""
+    assert [each["advantages"] for each in looped["shapes"]] == [
+        [0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5],
+        [0, 0, -0.5, -0.5],
+        [0, -0.5, -0.5, -0.5],
+        [0, 0, 0],
+        [0, 0, 0.25],
+    ]
+    assert [each["input"] for each in looped["shapes"][1:3]] == [[10, 11, 12, 20], [13, 14, 22, 23]]
+
+
 def test_a_step_takes_the_next_rows_of_the_dataset(looped: Any) -> None:
     tasks = [each["instruction"] for each in looped["served"]["tasks"]]
     assert tasks == ["task 0", "task 1", "task 2", "task 0", "task 1", "task 2"]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from attrs import asdict
 from sampling_node import StandIn
+from trainers_kit import group_of, make_turn, no_row, one_row, publish, two_rows
 
 from polarnode.integrations import tinker as plugin
 from polarnode.integrations.rollout_tasks import PluginSettings
@@ -99,6 +100,22 @@ def looped(folder: str, *, served: bool) -> Any:
     return {"steps": [asdict(step) for step in steps], "taught": cloud.taught, "tasks": node.tasks}
 
 
+def shapes() -> Any:
+    """What becomes of a group of sessions of every shape: experts, slices, two rows, and none."""
+    cut = make_turn(0, None, [10, 11, 12], [20, 21])
+    turns = [cut, make_turn(1, cut, [13, 14], [22, 23, 24])]
+    group = group_of(
+        one_row(reward=1.0),
+        publish(turns, sample_index=1, reward=0.0, config={"max_row_tokens": 6}),
+        two_rows(sample_index=2, reward=0.5, lineage_rewards={1: 0.75}),
+        lost=[no_row(sample_index=3)],
+    )
+    return [
+        {"input": datum.model_input.to_ints(), "advantages": datum.loss_fn_inputs["advantages"].tolist()}
+        for datum in plugin.data_of([group])
+    ]
+
+
 def main() -> None:
     asked = json.load(sys.stdin)
     output = sys.stdout
@@ -106,7 +123,12 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     folder = asked["model"]
-    json.dump({"served": looped(folder, served=True), "frozen": looped(folder, served=False)}, output)
+    answer = {
+        "served": looped(folder, served=True),
+        "frozen": looped(folder, served=False),
+        "shapes": shapes(),
+    }
+    json.dump(answer, output)
 
 
 if __name__ == "__main__":
