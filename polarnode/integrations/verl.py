@@ -7,8 +7,7 @@ processes, where it registers both under the name `polarnode`. Settings of the t
 configuration.
 
 verl counts rollouts of a prompt by itself, so a sample is a task of one session with the prompt's uid as its
-group. A session that the machine lost raises: that is verl's `failure` of a prompt, which never gets a
-reward.
+group. A session that is not usable raises: that is verl's `failure` of a prompt, which never gets a reward.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +35,7 @@ from polarnode.integrations.rollout_tasks import (
     task_of,
 )
 from polarnode.trainers.rows import version_number
-from polarnode.trainers.verl import agent_loop_outputs, masked_output
+from polarnode.trainers.verl import agent_loop_outputs
 
 NAME: Final = "polarnode"
 # The settings of the weights, beside those of the tasks (ENVIRONMENT): arguments of `push_tensors`, and the
@@ -108,7 +107,7 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         """`kwargs`: the fields of the dataset's row and `uid`, `session_id`, `global_steps`. Raises
-        SessionLost for a session that has nothing to say about the policy.
+        SessionLost for a session that is not usable (docs/groups.md).
         """
         spec = task_of(
             self.settings,
@@ -117,26 +116,15 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
             sampling=_sampling(sampling_params),
         )
         group = await _rollouts(self.settings).group(spec)
-        trajectory = only(group)
-        if group.members and group.members[0].stale and not group.members[0].usable:
-            raise SessionLost(f"session {trajectory.session_id} is not usable: {group.members[0].why}")
-        if trajectory.reward is None:
-            raise SessionLost(
-                f"session {trajectory.session_id} has no reward: {trajectory.outcome.reason or 'no verdict'}"
-            )
-        return [
-            AgentLoopOutput(**fields) for fields in self._rows(trajectory, spec.carry.routed_experts, kwargs)
-        ]
+        trajectory, [member] = only(group), group.members
+        if not member.usable:
+            raise SessionLost(f"session {trajectory.session_id} is not usable: {member.why}")
+        return [AgentLoopOutput(**fields) for fields in self._rows(trajectory, kwargs)]
 
-    def _rows(self, trajectory: Trajectory, experts: bool, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _rows(self, trajectory: Trajectory, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         # a session of verl's sync trainer begins and ends under the weights of the step before
         before = max(0, int(row.get("global_steps", 0)) - 1)
         rows = agent_loop_outputs(trajectory, number=step_of if _counted(trajectory) else None)
-        if not rows:
-            if experts:
-                raise SessionLost(f"session {trajectory.session_id} sampled nothing, so it has no experts")
-            token = self.tokenizer.pad_token_id
-            rows = [masked_output(trajectory, token_id=0 if token is None else token, step=before)]
         for fields in rows:
             tokens = len(fields["prompt_ids"]) + len(fields["response_ids"])
             if self.longest is not None and tokens > self.longest:

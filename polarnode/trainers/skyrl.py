@@ -1,14 +1,17 @@
-"""SkyRL: a `GeneratorOutput` for a batch of sessions.
+"""SkyRL (0.3.0 and NovaSky-AI/SkyRL a9564572e): a `GeneratorOutput` for a batch of sessions.
 
-With several rows per session it is step-wise: rows in order, `is_last_step` on the last of each session.
-SkyRL then gives all rows of a session the advantage of the last row's reward, so lineages with different
-rewards are refused. It cannot carry weight versions, temperatures, top logprobs, or rewards of turns.
+Rows are in order, `is_last_step` on the last of each session: with several rows per session SkyRL must be
+step-wise (`generator.step_wise_trajectories=true`). It gives all rows of a session the advantage of the last
+row's reward, so each has its session's; a lineage's own cannot be carried. Nor can weight versions,
+temperatures, top logprobs, or rewards of turns. Experts are lists for 0.3.0 and arrays ("native") after it.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy
+from attrs import evolve, frozen
 
 from polarnode.core.conversation import FinishReason
 from polarnode.core.errors import Refused
@@ -25,7 +28,6 @@ from polarnode.trainers.rows import (
     padded,
     routed,
     rows_of,
-    sessions,
 )
 
 # SkyRL has stop and length, and treats everything but stop as unfinished.
@@ -42,54 +44,103 @@ STAND_IN: Final = "absent"
 OUTPUT: Final[Native] = {"rollout_expert_indices": "numpy"}
 
 
+@frozen
+class _Place:
+    """A place of the batch: a session, and whether its rows may be trained. The session is None if the node
+    no longer has it.
+    """
+
+    ids: tuple[str, int]
+    session: Trajectory | None
+    usable: bool = True
+    why: str = "no trajectory"
+
+
 def generator_output(
     group: Group | Iterable[Trajectory],
     *,
     step_wise: bool | None = None,
     absent: Absent | None = None,
+    trajectory_ids: Sequence[tuple[str, int]] | None = None,
     experts: bool = True,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """The GeneratorOutput of these sessions, in their order. `step_wise` allows several rows per session; by
-    default it is on if any session has several.
+    """The GeneratorOutput of these sessions, in their order.
 
-    A session without a row or a reward is refused. With `absent`, an untrained placeholder with its reward
-    replaces a session without a row. A batch in which only some rows have their experts is refused too:
-    `experts=False` leaves all experts out.
+    * `step_wise=False` is for a SkyRL that is not step-wise: a session of several rows is refused.
+    * `absent`: an untrained placeholder for a session without a row, and for each unusable member of a group,
+      because SkyRL wants something for every input. Its reward is `absent.reward`; None means the session's
+      own, else the mean of its group, which leaves the group's mean where the others put it. Without
+      `absent` such a session is refused, or left out of a group if `step_wise` is true.
+    * `trajectory_ids`: (instance_id, repetition_id) of SkyRL's input for each session. By default the group's
+      id and the sample index.
+    * A batch in which only some rows have their experts is refused: `experts=False` leaves all experts out.
     """
-    given_sessions = sessions(group)
-    wise = any(len(rows_of(each)) > 1 for each in given_sessions) if step_wise is None else step_wise
-    rows = [entry for each in given_sessions for entry in _entries(each, wise, absent)]
+    places = _places(group, trajectory_ids)
+    baseline = _baseline(places)
+    rows = [
+        entry for place in places for entry in _entries(place, step_wise, absent, baseline.get(place.ids[0]))
+    ]
     if not rows:
         raise Refused("a GeneratorOutput of no session is none")
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     output = columns | {
         "rollout_metrics": None,
         "rollout_expert_indices": _all_or_none(columns) if experts else None,
-        "is_last_step": columns["is_last_step"] if wise else None,
+        "is_last_step": None if step_wise is False else columns["is_last_step"],
     }
     found: dict[str, Any] = as_arrays(output, arrays, OUTPUT)
     return found
 
 
-def _entries(trajectory: Trajectory, step_wise: bool, absent: Absent | None) -> list[dict[str, Any]]:
-    rows = (
-        rows_of(trajectory)
-        if step_wise
-        else (() if absent is not None and not rows_of(trajectory) else (only_row(trajectory),))
-    )
-    if not rows:
-        return [_stand_in(trajectory, absent)]
-    if len({row.reward for row in rows}) > 1:
-        raise Refused(
-            f"the rows of session {trajectory.session_id} have different rewards, and SkyRL gives all of them"
-            " the last one's"
-        )
-    return [_entry(row) for row in rows]
+def _places(group: Group | Iterable[Trajectory], ids: Sequence[tuple[str, int]] | None) -> list[_Place]:
+    if isinstance(group, Group):
+        held = {each.session_id: each for each in group.trajectories}
+        dropped = f"its group was dropped: {group.reason}" if group.state == "dropped" else None
+        found = [
+            _Place(
+                (group.group_id, member.sample_index),
+                held.get(member.session_id),
+                member.usable and dropped is None,
+                dropped or member.why or "not usable",
+            )
+            for member in group.members
+        ]
+    else:
+        found = [_Place((each.group_id, each.sample_index), each) for each in group]
+    if ids is None:
+        return found
+    if len(ids) != len(found):
+        raise Refused(f"there are {len(ids)} trajectory_ids for {len(found)} sessions: give one for each")
+    return [evolve(place, ids=(str(each[0]), int(each[1]))) for place, each in zip(found, ids, strict=True)]
 
 
-def _entry(row: TrainedRow) -> dict[str, Any]:
-    if row.reward is None:
+def _baseline(places: list[_Place]) -> dict[str, float]:
+    """The mean reward of each instance's usable sessions."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for place in places:
+        if place.usable and place.session is not None and place.session.reward is not None:
+            rewards[place.ids[0]].append(place.session.reward)
+    return {instance: sum(each) / len(each) for instance, each in rewards.items()}
+
+
+def _entries(
+    place: _Place, step_wise: bool | None, absent: Absent | None, baseline: float | None
+) -> list[dict[str, Any]]:
+    session = place.session
+    if session is None or not place.usable:
+        if absent is None and step_wise:
+            return []
+        return [_stand_in(place, absent, baseline)]
+    if not rows_of(session) and (absent is not None or step_wise is not False):
+        return [_stand_in(place, absent, baseline)]
+    rows = (only_row(session),) if step_wise is False else rows_of(session)
+    return [_entry(row, place.ids) for row in rows]
+
+
+def _entry(row: TrainedRow, ids: tuple[str, int]) -> dict[str, Any]:
+    reward = row.reward if row.trajectory.reward is None else row.trajectory.reward
+    if reward is None:
         raise Refused(
             f"session {row.trajectory.session_id} has no reward, and SkyRL wants one for each row: leave the"
             " session out"
@@ -98,45 +149,53 @@ def _entry(row: TrainedRow) -> dict[str, Any]:
     return {
         "prompt_token_ids": row.tokens[: row.prompt],
         "response_ids": row.tokens[row.prompt :],
-        "rewards": float(row.reward),
+        "rewards": float(reward),
         "loss_masks": row.mask[row.prompt :],
         "stop_reasons": STOPS[row.trace.finish_reason],
         "rollout_logprobs": row.logprobs[row.prompt :],
         "rollout_expert_indices": None if experts is None else padded(experts, len(row.tokens)),
         "is_last_step": row.last,
-        **_whose(row.trajectory),
+        **_whose(row.trajectory, ids),
     }
 
 
-def _whose(trajectory: Trajectory) -> dict[str, Any]:
-    evaluation = trajectory.metrics.get("evaluation")
+def _whose(trajectory: Trajectory | None, ids: tuple[str, int]) -> dict[str, Any]:
+    evaluation = None if trajectory is None else trajectory.metrics.get("evaluation")
     return {
-        "trajectory_ids": {"instance_id": trajectory.group_id, "repetition_id": trajectory.sample_index},
-        "trajectory_generation_times": trajectory.timing.run_s,
+        "trajectory_ids": {"instance_id": ids[0], "repetition_id": ids[1]},
+        # for each row, as SkyRL's step-wise evaluation demands of every list
+        "trajectory_generation_times": 0.0 if trajectory is None else trajectory.timing.run_s,
         "env_metrics": {
             **(evaluation if isinstance(evaluation, dict) else {}),
-            "outcome": trajectory.outcome.status,
+            "outcome": "interrupted" if trajectory is None else trajectory.outcome.status,
         },
     }
 
 
-def _stand_in(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
-    if absent is None or absent.reward is None:
+def _stand_in(place: _Place, absent: Absent | None, baseline: float | None) -> dict[str, Any]:
+    session = place.session
+    name = f"sample {place.ids[1]} of {place.ids[0]}" if session is None else f"session {session.session_id}"
+    if absent is None:
+        what = "has no row to train" if place.usable else f"is not usable ({place.why})"
         raise Refused(
-            f"session {trajectory.session_id} has no row to train, and SkyRL wants one for each prompt: leave"
-            " it out, or pass absent=Absent(token_id=…, reward=…)"
+            f"{name} {what}, and SkyRL wants one for each prompt: leave it out, or pass"
+            " absent=Absent(token_id=…)"
         )
+    own = session.reward if session is not None and place.usable else None
+    reward = next((each for each in (absent.reward, own, baseline) if each is not None), None)
+    if reward is None:
+        raise Refused(f"{name} has no reward, nor has its group: pass absent=Absent(token_id=…, reward=…)")
     token = numpy.array([absent.token_id])
     return {
         "prompt_token_ids": token,
         "response_ids": token,
-        "rewards": float(absent.reward),
+        "rewards": float(reward),
         "loss_masks": numpy.zeros(1, dtype=numpy.uint8),
         "stop_reasons": STAND_IN,
         "rollout_logprobs": numpy.zeros(1, dtype=numpy.float32),
         "rollout_expert_indices": None,
         "is_last_step": True,
-        **_whose(trajectory),
+        **_whose(session, place.ids),
     }
 
 

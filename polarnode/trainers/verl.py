@@ -53,29 +53,6 @@ def agent_loop_outputs(
     return found
 
 
-def masked_output(trajectory: Trajectory, *, token_id: int, step: int) -> dict[str, Any]:
-    """The fields of an AgentLoopOutput for a session that was scored and has no row: two untrained tokens.
-    Its reward counts in the statistics of its group.
-    """
-    if trajectory.reward is None:
-        raise Refused(f"session {trajectory.session_id} has neither a row nor a reward: leave it out")
-    return {
-        "prompt_ids": [token_id],
-        "response_ids": [token_id],
-        "response_mask": [0],
-        "response_logprobs": [0.0],
-        "reward_score": trajectory.reward,
-        "num_turns": 0,
-        "metrics": {},
-        "extra_fields": {
-            "reward_extra_info": {"score": trajectory.reward},
-            "polarnode": _whose(trajectory) | {"row": 0, "rows": 0},
-            "min_global_steps": step,
-            "max_global_steps": step,
-        },
-    }
-
-
 def transfer_rows(
     trajectory: Trajectory,
     *,

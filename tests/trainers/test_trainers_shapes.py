@@ -443,7 +443,7 @@ def test_what_stands_in_for_a_session_is_never_trained() -> None:
     output = skyrl.generator_output([SESSION, no_row(sample_index=1)], absent=Absent(token_id=9, reward=-1.0))
     assert (output["response_ids"][1], output["loss_masks"][1], output["rewards"]) == ([9], [0], [1.0, -1.0])
     assert [len(each) for each in output["rollout_expert_indices"]] == [10, 2]
-    assert output["is_last_step"] is None
+    assert output["is_last_step"] == [True, True]
 
 
 def test_a_rollout_of_a_group_has_a_place_for_every_member() -> None:
@@ -474,10 +474,7 @@ def test_rows_of_a_session_can_have_advantages_of_their_own() -> None:
         trl.rollout_samples(two_rows(), advantage=[0.5], group_id=1)
 
 
-def test_skyrl_refuses_what_it_would_give_to_other_rows() -> None:
-    apart = two_rows(lineage_rewards={1: 0.0})
-    with pytest.raises(Refused, match="have different rewards"):
-        skyrl.generator_output([apart])
+def test_skyrl_refuses_experts_of_some_rows() -> None:
     with pytest.raises(Refused, match="pass experts=False"):
         skyrl.generator_output([SESSION, two_rows(sample_index=1)])
     output = skyrl.generator_output([SESSION, two_rows(sample_index=1)], experts=False)
@@ -485,19 +482,27 @@ def test_skyrl_refuses_what_it_would_give_to_other_rows() -> None:
     assert output["trajectory_generation_times"] == [9.0, 9.0, 9.0]
 
 
-def test_atropos_takes_no_group_that_its_api_would_keep_for_ever() -> None:
-    pair = [SESSION, one_row(sample_index=1)]
-    with pytest.raises(Refused, match="env_id needs group_size="):
-        atropos.scored_data(pair, env_id=0)
-    with pytest.raises(Refused, match="the group has 2 sequences and its environment registered 4"):
-        atropos.scored_data(pair, env_id=0, group_size=4)
-    assert atropos.scored_data(pair, env_id=0, group_size=2)["env_id"] == 0
+def test_skyrls_rows_have_their_sessions_reward_and_the_inputs_ids() -> None:
+    """It gives all rows of a session the last one's reward, and finds the prompt by its own id."""
+    apart = two_rows(reward=0.5, lineage_rewards={1: 0.0})
+    output = skyrl.generator_output([apart], trajectory_ids=[("17", 3)])
+    assert output["rewards"] == [0.5, 0.5]
+    assert output["trajectory_ids"] == [{"instance_id": "17", "repetition_id": 3}] * 2
+    with pytest.raises(Refused, match="2 trajectory_ids for 1 sessions"):
+        skyrl.generator_output([apart], trajectory_ids=[("17", 3), ("17", 4)])
 
 
-def test_atropos_takes_no_session_of_several_rows_without_advantages() -> None:
-    with pytest.raises(Refused, match="session s1 has 2 rows, and Atropos compares the scores of sequences"):
-        atropos.scored_data([SESSION, two_rows(sample_index=1)])
-    assert len(atropos.scored_data([two_rows()], advantages={"s0": 0.5})["tokens"]) == 2
+def test_skyrl_has_a_row_for_each_member_of_a_group() -> None:
+    """A batch with fewer rows than prompts ends SkyRL's step."""
+    group = group_of(SESSION, one_row(sample_index=2, reward=0.0), lost=[no_row(sample_index=1)])
+    output = skyrl.generator_output(group, absent=Absent(token_id=9))
+    assert [each["repetition_id"] for each in output["trajectory_ids"]] == [0, 2, 1]
+    assert output["rewards"] == [1.0, 0.0, 0.5]  # of the lost one, what leaves the mean where it is
+    assert [sum(mask) for mask in output["loss_masks"]] == [5, 5, 0]
+    assert skyrl.generator_output(group, absent=Absent(token_id=9, reward=-1.0))["rewards"][2] == -1.0
+    assert len(skyrl.generator_output(group, step_wise=True)["rewards"]) == 2
+    with pytest.raises(Refused, match="session s1 is not usable"):
+        skyrl.generator_output(group)
 
 
 def test_atropos_wants_an_advantage_for_each_session_or_none() -> None:

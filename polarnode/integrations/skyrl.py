@@ -1,0 +1,275 @@
+"""SkyRL (0.3.0): a generator whose trajectories are sessions of a node, and the entrypoint that trains with
+it.
+
+`trainer.override_entrypoint=polarnode.integrations.skyrl` makes SkyRL's own `main` call the one below, which
+adds settings under `polarnode.` to SkyRL's configuration. docs/trainers/skyrl.md has the whole of it.
+
+A prompt's trajectories are one task, so the node starts, ends and judges them as a group. With
+`generator.step_wise_trajectories=true` a session that the machine lost is left out of its group. Otherwise
+SkyRL wants a row for it, and gets one that is masked and has the mean reward of its group: never 0.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Final
+
+import anyio
+import anyio.to_thread
+import ray
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
+from skyrl.train.generators.base import GeneratorInterface, GeneratorOutput, TrajectoryID
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils import validate_cfg
+from skyrl.train.utils.utils import initialize_ray
+
+from polarnode.client import PolarnodeClient
+from polarnode.client.tensors import push_tensors
+from polarnode.core.conversation import Json
+from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.task import TaskSpec
+from polarnode.groups import Group
+from polarnode.integrations.rollout_tasks import NodeRollouts, PluginSettings, plugin_settings, task_of
+from polarnode.trainers.rows import Absent
+from polarnode.trainers.skyrl import generator_output
+
+OVERRIDE: Final = "trainer.override_entrypoint="
+# vLLM's sampling parameters that a node has; the others are of SkyRL's own engines
+SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+# SkyRL 0.3.0 takes lists of experts, and fails at arrays; what follows it takes arrays, and fails at lists.
+EXPERT_ARRAYS: Final = find_spec("skyrl.backends.skyrl_train.utils.routed_experts") is not None
+# A name of this launch: a version names one set of weights for ever, and a run that is started again makes
+# other weights of the same step.
+LAUNCH: Final = token_hex(3)
+
+
+# ── trajectories ──────────────────────────────────────────────────────────────
+
+
+class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is not installed beside the checks
+    """Runs each prompt's trajectories as a task of a node. `placeholder` is the token of a masked row."""
+
+    def __init__(self, settings: PluginSettings, *, step_wise: bool, placeholder: int) -> None:
+        self.settings, self.step_wise, self.placeholder = settings, step_wise, placeholder
+
+    async def generate(self, input_batch: Mapping[str, Any]) -> GeneratorOutput:
+        """Rows in the order of the input. Raises what the node refuses; then SkyRL's step fails."""
+        ids = input_batch["trajectory_ids"]
+        if ids is None:
+            raise Refused(
+                "a node needs the trajectory_ids of SkyRL's input: they say which samples are a group"
+            )
+        places: dict[str, list[int]] = {}
+        for place, each in enumerate(ids):
+            places.setdefault(each.instance_id, []).append(place)
+        groups = await self._groups([self._task(input_batch, each) for each in places.values()])
+        outputs = [
+            self._output(group, [(ids[place].instance_id, ids[place].repetition_id) for place in each])
+            for group, each in zip(groups, places.values(), strict=True)
+        ]
+        return _joined(outputs)
+
+    def _task(self, input_batch: Mapping[str, Any], places: list[int]) -> TaskSpec:
+        first, extras = places[0], input_batch["env_extras"]
+        row = {**(extras[first] if extras else {}), "prompt": input_batch["prompts"][first]}
+        params = input_batch.get("sampling_params") or {}
+        return task_of(
+            self.settings,
+            row,
+            samples=len(places),
+            group_id=str(input_batch["trajectory_ids"][first].instance_id),
+            sampling={name: params[name] for name in SAMPLING if params.get(name) is not None},
+        )
+
+    async def _groups(self, specs: list[TaskSpec]) -> list[Group]:
+        """The finished groups, in order. The first error ends the other tasks."""
+        found: dict[int, Group] = {}
+        errors: list[PolarnodeError] = []
+
+        async def run(index: int, spec: TaskSpec) -> None:
+            try:
+                found[index] = await rollouts.group(spec)
+            except PolarnodeError as error:
+                errors.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with NodeRollouts(self.settings) as rollouts, anyio.create_task_group() as tasks:
+            for index, spec in enumerate(specs):
+                tasks.start_soon(run, index, spec)
+        if errors:
+            raise errors[0]
+        return [found[index] for index in range(len(specs))]
+
+    def _output(self, group: Group, ids: list[tuple[str, int]]) -> dict[str, Any]:
+        usable = {each.session_id: each for each in group.usable}
+        kept = [
+            (usable[member.session_id], each)
+            for member, each in zip(group.members, ids, strict=True)
+            if member.session_id in usable
+        ]
+        if self.step_wise and kept:
+            return generator_output(
+                [session for session, _ in kept],
+                trajectory_ids=[each for _, each in kept],
+                absent=Absent(token_id=self.placeholder),
+                arrays="native",
+            )
+        # a group of which nothing is usable keeps its place in the batch, masked as a whole
+        absent = Absent(token_id=self.placeholder, reward=None if kept else 0.0)
+        return generator_output(
+            group, trajectory_ids=ids, step_wise=self.step_wise, absent=absent, arrays="native"
+        )
+
+
+def _joined(outputs: list[dict[str, Any]]) -> GeneratorOutput:
+    """The outputs of several groups as one, in SkyRL's classes."""
+    found: dict[str, Any] = {}
+    for name, first in outputs[0].items():
+        columns = [output[name] for output in outputs]
+        if isinstance(first, list) and all(column is not None for column in columns):
+            found[name] = [each for column in columns for each in column]
+        elif any(column is not None for column in columns):
+            raise Refused(
+                f"some groups have {name} and some have not, and SkyRL has those of all or of none: give all"
+                " tasks the same carry"
+            )
+        else:
+            found[name] = None
+    if found["rollout_expert_indices"] is not None and not EXPERT_ARRAYS:
+        found["rollout_expert_indices"] = [each.tolist() for each in found["rollout_expert_indices"]]
+    found["trajectory_ids"] = [TrajectoryID(**each) for each in found["trajectory_ids"]]
+    masked = [stop == "absent" for stop in found["stop_reasons"]]
+    found["rollout_metrics"] = {"generate/polarnode_masked_rows": sum(masked)}
+    return GeneratorOutput(**found)
+
+
+# ── weights ───────────────────────────────────────────────────────────────────
+
+
+class NodeWeights:
+    """Mixed into a trainer of SkyRL: after each step the policy's checkpoint goes to the node, in place of
+    the servers that SkyRL would have started.
+    """
+
+    polarnode: PluginSettings
+    weights: Mapping[str, Any]
+
+    def init_weight_sync_state(self: Any) -> None:
+        self.dispatch.save_weights_for_sampler = self.push_weights
+
+    async def push_weights(self: Any, model_id: str | None = None) -> None:
+        # in a thread: a trainer that is fully asynchronous goes on sampling meanwhile
+        await anyio.to_thread.run_sync(self._push)
+
+    def _push(self: Any) -> None:
+        folder = Path(self.weights["folder"]).absolute()
+        exported = folder / f".exported-{LAUNCH}"
+        self.dispatch.save_hf_model("policy", str(exported), self.tokenizer)
+        settings = self.polarnode
+        client = PolarnodeClient(settings.url, token=settings.token, patience_s=settings.patience_s)
+        try:
+            push_tensors(
+                client,
+                f"{settings.run}-{LAUNCH}-{self.global_step}",
+                _tensors(exported),
+                model=self.cfg.trainer.policy.model.path,
+                **{**self.weights, "folder": folder},
+            )
+        finally:
+            shutil.rmtree(exported, ignore_errors=True)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
+
+
+class NodeTrainer(NodeWeights, RayPPOTrainer):  # type: ignore[misc]
+    """SkyRL's synchronous trainer."""
+
+
+class FullyAsyncNodeTrainer(NodeWeights, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
+    """SkyRL's fully asynchronous trainer."""
+
+
+# ── the entrypoint ────────────────────────────────────────────────────────────
+
+
+@dataclass
+class PolarnodeConfig(SkyRLTrainConfig):  # type: ignore[misc]
+    """SkyRL's configuration, and `polarnode`: url, task, run, patience_s; folder, mode of the weights."""
+
+    polarnode: dict[str, Any] = field(default_factory=dict)
+
+
+class PolarnodeExp(BasePPOExp):  # type: ignore[misc]
+    """SkyRL's experiment with the generator above, and with the weights sent to the node."""
+
+    def __init__(self, cfg: Any, settings: PluginSettings, weights: Mapping[str, Json]) -> None:
+        self.settings, self.weights = settings, weights
+        super().__init__(cfg)
+
+    def get_inference_client(self) -> Any:
+        return None  # the node samples: SkyRL starts no servers
+
+    def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> PolarnodeGenerator:
+        token = tokenizer.pad_token_id
+        return PolarnodeGenerator(
+            self.settings,
+            step_wise=cfg.generator.step_wise_trajectories,
+            placeholder=tokenizer.eos_token_id if token is None else token,
+        )
+
+    def get_trainer(self, **given: Any) -> Any:
+        kind = FullyAsyncNodeTrainer if self.cfg.trainer.fully_async.enabled else NodeTrainer
+        trainer = kind(**given)
+        trainer.polarnode, trainer.weights = self.settings, self.weights
+        return trainer
+
+
+def read_settings(cfg: Any) -> tuple[PluginSettings, dict[str, Any]]:
+    """The settings of the tasks and of the weights. Refused if SkyRL would wait for servers of its own."""
+    given = dict(cfg.polarnode)
+    weights = {name: given.pop(name) for name in ("folder", "mode") if given.get(name) is not None}
+    if "folder" not in weights:
+        raise Refused(
+            "polarnode.folder is where the policy's checkpoints are written for the node: set it to a folder"
+            " that both machines see under the same path",
+            path="$.folder",
+        )
+    if cfg.trainer.placement.colocate_all:
+        raise Refused(
+            "trainer.placement.colocate_all shares GPUs with servers of SkyRL's own, and there are none: set"
+            " it to false",
+            path="$.trainer.placement.colocate_all",
+        )
+    return plugin_settings(given), weights
+
+
+def run(cfg: Any, settings: PluginSettings, weights: Mapping[str, Json]) -> None:
+    PolarnodeExp(cfg, settings, weights).run()
+
+
+def main() -> None:
+    """What SkyRL's own `main` calls; `python -m polarnode.integrations.skyrl` does the same."""
+    cfg = PolarnodeConfig.from_cli_overrides([each for each in sys.argv[1:] if not each.startswith(OVERRIDE)])
+    validate_cfg(cfg)
+    settings, weights = read_settings(cfg)
+    cfg.polarnode = {}  # SkyRL prints its configuration, and a token may be in it
+    initialize_ray(cfg)
+    # not on the head node, as SkyRL's own entrypoint
+    ray.get(ray.remote(num_cpus=1)(run).remote(cfg, settings, weights))
+
+
+if __name__ == "__main__":
+    main()

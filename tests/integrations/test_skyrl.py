@@ -1,0 +1,62 @@
+"""SkyRL's plug-in, run in SkyRL 0.3.0's own classes and functions (skyrl_program.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "kits" / "skyrl_program.py"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("skyrl") / "weights"
+    ended = subprocess.run(
+        [sys.executable, PROGRAM, folder], capture_output=True, check=False, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr.decode()[-4000:]
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+def test_a_prompts_trajectories_are_a_task(made: dict[str, Any]) -> None:
+    assert made["step_wise"]["task"] == ["10", 3, 3, 0.7, 64]
+
+
+def test_lost_sessions_are_left_out_of_a_step_wise_batch(made: dict[str, Any]) -> None:
+    """A prompt of which nothing is left keeps its place, because SkyRL counts prompts; its rows are masked."""
+    said = made["step_wise"]
+    assert said["ids"] == ["10_0", "10_1", "10_1", "11_0", "11_0", "11_1", "11_1", "12_0", "12_1", "12_2"]
+    assert said["trained"] == [5, 2, 1, 2, 3, 2, 1, 0, 0, 0]
+    assert said["metrics"] == {"generate/polarnode_masked_rows": 3}
+
+
+def test_the_rows_of_a_session_have_its_advantage(made: dict[str, Any]) -> None:
+    """Rewards 1 and 0, and 0.5 and -1: two sessions a group, however many rows. A lineage's 5 is not used."""
+    said = made["step_wise"]
+    better, worse = [0.7071], [-0.7071]
+    assert said["advantages"] == [better, worse, worse, better, better, worse, worse, [], [], []]
+
+
+def test_a_lost_session_moves_no_baseline(made: dict[str, Any]) -> None:
+    """SkyRL wants a row for each sample: one token, masked, with the mean reward of the others."""
+    said = made["rows"]
+    assert said["ids"] == ["10_0", "10_1", "10_2", "11_0", "11_1", "11_2"]
+    assert said["rewards"] == [1.0, 0.0, 0.5, 0.5, 0.5, -1.0]
+    assert said["trained"] == [5, 5, 0, 5, 5, 5]
+    [first], [second] = said["advantages"][:2]
+    assert first == -second > 0
+
+
+def test_each_steps_weights_go_to_the_node(made: dict[str, Any]) -> None:
+    said = made["weights"]
+    assert said["exported"] == ["policy", "tokenizer"]
+    _, version, _ = said["pushed"]
+    assert version.startswith("r-")
+    assert version.endswith("-4")
+    assert said["settings"]["model"] == "/model"
+    assert said["left"] == []
