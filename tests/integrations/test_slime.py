@@ -7,6 +7,7 @@ here), `slime/rollout/base_types.py`, `slime/utils/data.py` (Dataset). radixark/
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -327,9 +328,25 @@ def test_groups_ahead_stay_in_progress_between_calls(
     assert len(node.plane.service.live) == 1
     open_.set()
     while not any(spec.instruction == "slow" for spec in seen):
-        pass
+        time.sleep(0.005)
     second = plugin.generate_rollout(args, 1, source)
     assert "slow" in [group[0][0].prompt for group in second.samples]
+
+
+@pytest.mark.parametrize("package", ["slime"], indirect=True)
+@pytest.mark.usefixtures("package")
+def test_groups_in_progress_end_with_the_trainer(
+    node: Node, playing: Callable[[Play], list[TaskSpec]]
+) -> None:
+    playing(lambda spec: [] if spec.instruction == "slow" else [one_row(), one_row()])
+    args = arguments(rollout_batch_size=1, over_sampling_batch_size=2)
+    plugin.generate_rollout(args, 0, DataSource(iter(["slow", "a", "b"])))
+    assert node.plane.service.live
+    plugin._opened().close()
+    deadline = time.monotonic() + 10
+    while node.plane.service.live and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not node.plane.service.live
 
 
 @pytest.mark.parametrize("package", ["slime"], indirect=True)
@@ -411,11 +428,13 @@ def test_a_lineage_is_compared_with_its_groups_sessions_and_stand_ins_count_as_n
         row(0, 0, 1.0),
         row(0, 1, 0.0),
         row(0, 1, 2.0, of_session=0.0),
-        row(0, 2, 0.5, remove_sample=True),
+        row(0, 2, 9.0, remove_sample=True),
     ]
     args = arguments(grpo_std_normalization=False)
-    assert plugin.reward_post_process(args, batch) == ([1.0, 0.0, 2.0, 0.5], [0.5, -0.5, 1.5, 0.0])
+    assert plugin.reward_post_process(args, batch) == ([1.0, 0.0, 2.0, 9.0], [0.5, -0.5, 1.5, 0.0])
     assert plugin.reward_post_process(arguments(), batch[:1])[1] == [0.0]
     assert plugin.reward_post_process(arguments(), [row(0, 0, 0.1), row(0, 1, 0.1)])[1] == [0.0, 0.0]
+    batch[2].reward = 0.0  # in miles rows have their session's reward, and their own beside it
+    assert plugin.reward_post_process(args, batch)[1] == [0.5, -0.5, 1.5, 0.0]
     raw, kept = plugin.reward_post_process(arguments(advantage_estimator="ppo"), batch)
-    assert raw == kept
+    assert raw == kept == [1.0, 0.0, 2.0, 9.0]
