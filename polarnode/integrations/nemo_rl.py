@@ -25,6 +25,7 @@ from attrs import define, field
 
 from polarnode.client import PolarnodeClient
 from polarnode.core.errors import ConfigError
+from polarnode.core.weights import WeightsStatus
 
 ENVIRONMENT: Final = ("POLARNODE_URL", "POLARNODE_TOKEN", "POLARNODE_WEIGHTS")
 KEPT = 2  # checkpoints: the one that is served, and the one that is written
@@ -44,8 +45,8 @@ class NodeWeights:
 
     `policy` is its Policy, and `refit` updates its own generation workers as it would have. `folder` is a
     directory that the policy's workers write and the node reads under the same path. `checkpointing` is
-    NeMo RL's configuration of that name. Versions are whole numbers: the first is one more than the node's,
-    or 1. In a copy of the generation in another process (async GRPO's collector) there is None in its place.
+    NeMo RL's configuration of that name. Versions are whole numbers: the first is one more than the node's
+    highest, or 1. A copy of the generation in another process (async GRPO's collector) has None in its place.
     """
 
     url: str
@@ -63,7 +64,7 @@ class NodeWeights:
         samples of another.
         """
         node = PolarnodeClient(self.url, token=self.token)
-        version = (self.version or _number(node.weights().version)) + 1
+        version = (self.version or _last_number(node.weights())) + 1
         # saved first: a colocated policy leaves the GPU when NeMo RL's own workers have its weights
         checkpoint = self._save(version)
         metrics = self.refit(timer=timer, kv_scales=kv_scales)
@@ -109,8 +110,9 @@ class NodeWeights:
             self._before.shutdown()
 
 
-def _number(version: str) -> int:
-    return int(version) if version.isdecimal() else 0
+def _last_number(weights: WeightsStatus) -> int:
+    """The highest number that the node ever served under: a version names one set of weights for ever."""
+    return max(int(each) for each in ("0", weights.version, *weights.versions) if each.isdecimal())
 
 
 def attach(

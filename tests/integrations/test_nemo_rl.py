@@ -27,6 +27,7 @@ class WeightsNode:
     """A node's weights routes: what was pushed, in order; `status` is what it answers."""
 
     version: str = "default"
+    served: list[str] = field(factory=list)  # before
     pushed: list[tuple[str, str]] = field(factory=list)
     status: int = 200
     url: str = ""
@@ -37,7 +38,7 @@ class WeightsNode:
             self.version = body["version"]
         state: dict[str, Any] = {"version": self.version, "mode": "in_place", "source": {}, "seconds": 0.1}
         if method == "GET":
-            state = {"version": self.version, "versions": [self.version], "history": []}
+            state = {"version": self.version, "versions": ["0", *self.served], "history": []}
         return (
             self.status,
             state if self.status == 200 else {"error": {"type": "conflict", "message": "no"}},
@@ -157,7 +158,7 @@ def test_each_refit_of_nemo_rl_serves_its_checkpoint_from_the_node(
 def test_a_second_run_goes_on_from_the_nodes_version(
     node: WeightsNode, grpo: ModuleType, tmp_path: Path
 ) -> None:
-    node.version = "41"
+    node.version, node.served = "unnamed-1", ["41", "7", "unnamed-1"]
     _, policy, generation = attached(node, tmp_path)
     refit_policy_generation(policy, generation, True)
     assert [version for version, _ in node.pushed] == ["42"]
