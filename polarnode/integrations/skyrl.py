@@ -52,7 +52,7 @@ LAUNCH: Final = token_hex(3)
 # ── trajectories ──────────────────────────────────────────────────────────────
 
 
-class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is not installed beside the checks
+class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is not installed in CI
     """Runs each prompt's trajectories as a task of a node. `placeholder` is the token of a masked row."""
 
     def __init__(self, settings: PluginSettings, *, step_wise: bool, placeholder: int) -> None:
