@@ -13,6 +13,7 @@ import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
+from uuid import uuid4
 
 import httpx2
 import orjson
@@ -37,7 +38,7 @@ ANSWER_BYTES = (
     64 << 20
 )  # of one chunk: routed experts of 128k tokens on 48 layers of 8 are 200 MB, of 40k 64 MB
 REASON_CHARS = 300  # characters of a server's own sentence in one of ours
-PROBE_RID = "polarnode-probe"
+COMMON = 1000  # ids below it are in every vocabulary that a model is served with
 LEAST_CONTEXT = 16  # tokens: less than this is a server of something else
 
 # ── chunks ────────────────────────────────────────────────────────────────────
@@ -74,8 +75,11 @@ class Answer:
             return [self.fail(f"a chunk of another shape ({type(error).__name__}: {error})", True)]
 
     def _messages(self, event: Mapping[str, Any], meta: Mapping[str, Any]) -> Sequence[ToNode]:
-        entries = meta.get("output_token_logprobs") or []
+        entries, finish = meta.get("output_token_logprobs") or [], meta.get("finish_reason")
         total = int(meta["completion_tokens"])
+        if not entries and finish is not None and finish["type"] == "abort":
+            # refused or ended before it was sampled from: SGLang counts a token that it does not send
+            total, meta = self.sent, {**meta, "weight_versions": None}
         known = self.sent - (total - len(entries))  # of them were sent already
         if not 0 <= known <= len(entries):
             numbers = f"{len(entries)} tokens up to {total}, where {self.sent} were sent"
@@ -272,42 +276,52 @@ class SglangServer:
                 raise Unfit(f"{self._url} {sentence}")
 
     async def _check_tokens(self) -> None:
-        """Sample one token behind words of the node's tokenizer; compare what the server makes of them."""
-        ids = [token for token, _ in self.wanted.words] or [0]
+        """Sample behind words of the node's tokenizer, and compare what the server makes of them. The common
+        ones first: an id beyond its vocabulary ends an SGLang server.
+        """
+        words = self.wanted.words
+        if await self._compare([word for word in words if word[0] < COMMON] or [(0, "")]) and words:
+            await self._compare(words)
+
+    async def _compare(self, words: Sequence[tuple[int, str]]) -> bool:
+        """Sample one token. Whether the server has the texts of ids, and then they are the same; a server
+        without a tokenizer has none.
+        """
+        ids = [token for token, _ in words]
         body = {
             "input_ids": ids,
-            "rid": PROBE_RID,
+            "rid": uuid4().hex,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
             "return_text_in_logprobs": True,
         }
         try:
-            with trio.fail_after(PROBE_S):
-                answer = await self._sent("POST", "generate", body)
-        except trio.TooSlowError:
+            answer = await self._sent("POST", "generate", body, within=PROBE_S)
+        except _Late:
             raise Unreachable(
                 f"{self._url} did not sample a token within {PROBE_S:.0f} s: is its generation paused?"
             ) from None
         try:
             meta = answer["meta_info"]
-            sampled, prompt = meta["output_token_logprobs"], meta["input_token_logprobs"]
-            exact = [entry[1] for entry in prompt] == ids and len(sampled) == 1
-            exact = exact and isinstance(sampled[0][0], float) and isinstance(sampled[0][1], int)
-            texts = [entry[2] for entry in prompt]
-        except (KeyError, TypeError, IndexError):
+            ((logprob, sampled, *_),) = meta["output_token_logprobs"]
+            exact = [entry[1] for entry in meta["input_token_logprobs"]] == ids
+            exact = exact and isinstance(logprob, float) and isinstance(sampled, int)
+            texts = [entry[2] for entry in meta["input_token_logprobs"]]
+        except (KeyError, TypeError, IndexError, ValueError):
             exact, texts = False, []
         if not exact:
             raise Unfit(
                 f"{self._url} gives no exact ids and logprobs of what it samples: it cannot be recorded"
             )
-        for (token, text), theirs in zip(self.wanted.words, texts, strict=False):
-            # a tokenizer-free server has no texts; some decoders leave out the space before a lone word
-            if theirs is not None and theirs.strip() != text.strip():
+        for (token, text), theirs in zip(words, texts, strict=True):
+            # some decoders leave out the space before a lone word
+            if theirs is not None and text and theirs.strip() != text.strip():
                 raise Unfit(
                     f"{self._url} has another vocabulary than --model: token {token} is {theirs!r} there and"
                     f" {text!r} here; name the folder of the model that it serves"
                 )
+        return None not in texts
 
     # ── looks ─────────────────────────────────────────────────────────────────
 
@@ -427,7 +441,7 @@ class SglangServer:
                 with trio.fail_after(within):
                     response = await self.client.request(method, path, content=content)
             except trio.TooSlowError:
-                raise Unreachable(f"{self._url} did not answer /{path} within {within:.0f} s") from None
+                raise _Late(f"{self._url} did not answer /{path} within {within:.0f} s") from None
         status = response.status_code
         if status == 200:
             try:
@@ -450,6 +464,10 @@ class SglangServer:
             yield
         except httpx2.HTTPError as error:
             raise Unreachable(f"{self._url}: {str(error) or type(error).__name__}") from error
+
+
+class _Late(Unreachable):
+    """The server did not answer in time."""
 
 
 class _Missing(Unfit):

@@ -121,6 +121,8 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> Engi
 # ids that a server's vocabulary is compared by: another tokenizer agrees on few of them
 WORDS = 64
 STRIDE = 97  # ids between them, so that they are spread over merges of all ranks
+# those that a server is asked about first, closer together
+LOW, LOW_STRIDE = 1000, 23
 ASSUMED_CONTEXT = 32_768  # tokens, where neither a setting, the checkpoint nor a server says how many
 
 
@@ -140,11 +142,13 @@ def _external(config: NodeConfig, settings: EngineSettings, model: LoadedModel) 
 def vocabulary_sample(tokenizer: Tokenizer) -> tuple[tuple[int, str], ...]:
     """Words of a tokenizer, spread over its ids. ASCII alone: a lone id of other text may be half of one."""
     found = []
-    for token in range(0, tokenizer.vocab_size, STRIDE):
+    low = min(LOW, tokenizer.vocab_size)
+    for token in (*range(0, low, LOW_STRIDE), *range(low, tokenizer.vocab_size, STRIDE)):
         text = tokenizer.token_bytes(token)
         if len(text) > 2 and text.isascii() and text.strip().isalnum():
             found.append((token, text.decode()))
-    return tuple(found[:: max(1, len(found) // WORDS)][:WORDS])
+    step = max(1, len(found) // WORDS)
+    return tuple(word for place, word in enumerate(found) if word[0] < LOW or place % step == 0)
 
 
 def retention_of(config: NodeConfig) -> Retention:

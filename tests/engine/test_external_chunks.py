@@ -98,6 +98,18 @@ def test_what_does_not_fit_is_a_failure_of_the_call(event: dict[str, Any], why: 
     assert (found.retryable, reads.failed) == (again, True)
 
 
+def test_an_abort_without_tokens_ends_the_call_where_it_was() -> None:
+    """SGLang 0.5.23 counts a token that it does not send where it refuses a grammar."""
+    spans = [{"version": "7", "start": 0, "end": 3}]
+    reads = answer()
+    reads.take(chunk([5, 6], 2))
+    ended = {"finish_reason": {"type": "abort", "message": "Aborted"}, "weight_versions": spans}
+    last = only(reads.take(chunk([], 3, **ended)))
+    assert (last.finish, last.ids, last.spans) == ("abort", b"", ())
+    refused = {"finish_reason": {"type": "abort", "message": "no grammar", "status_code": 400}}
+    assert not failure(answer().take(chunk([], 1, **refused))).retryable
+
+
 def test_a_logprob_that_is_null_reaches_the_nodes_check() -> None:
     """The node fails a call with a logprob that is not a number; nothing may take its place."""
     (logprob,) = floats(only(answer().take(chunk([6], 1, output_token_logprobs=[[None, 6, None]]))).logprobs)
