@@ -43,7 +43,7 @@ OF_TRAINERS = {
         "prime_rl",
         "nemo_rl",
     ),
-    *("transformers", "atroposlib"),
+    *("transformers", "atroposlib", "ray", "omegaconf", "tensordict"),
 }
 
 
