@@ -3,7 +3,7 @@
 To the node it speaks `engine/protocol.py` as every host does, so that routing, fairness, cancellation and the
 checks of what is sampled are the same; the server's streams are read here, off the node's loop. `Server` is
 the port to a server and `Versions` what its labels of weights mean. A kind of server is a class that
-satisfies `Server` and a line in `connect`; `external_sglang.py` has SGLang's.
+satisfies `Server`; `external_sglang.py` has SGLang's, `external_vllm.py` vLLM's and how they are told apart.
 
 Every request of the node gets exactly one end (a last `Piece`, or `Failed`). A server that is not there yet,
 or that cannot give what the node records, is waited for; one that is lost ends this process, whose calls
@@ -15,8 +15,8 @@ import socket
 import sys
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -280,11 +280,14 @@ class Serving:
 # ── program ───────────────────────────────────────────────────────────────────
 
 
-def connect(wanted: Wanted, key: str | None) -> AbstractAsyncContextManager[Server]:
-    """The server at an address. There is one kind so far; another is recognised here by what it answers."""
-    from polarnode.engine.external_sglang import open_sglang
+@asynccontextmanager
+async def connect(wanted: Wanted, key: str | None) -> AsyncIterator[Server]:
+    """The server at an address. Nothing is sent yet; its kind shows when it first answers."""
+    from polarnode.engine.external_sglang import open_client
+    from polarnode.engine.external_vllm import AnyServer
 
-    return open_sglang(wanted, key)
+    async with open_client(wanted, key) as client:
+        yield AnyServer(wanted, client)
 
 
 async def _converse(fd: int) -> None:

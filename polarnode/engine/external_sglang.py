@@ -12,7 +12,7 @@ weights, and so is what a disk update left under the old label.
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import httpx2
@@ -24,7 +24,7 @@ from polarnode.core.codec.limits import is_loopback
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
 from polarnode.engine.embedded.control import CONSTRAINTS, piece, request, routed
-from polarnode.engine.external import KEY_VARIABLE, Send, Server, Unfit, Unreachable, Versions, Wanted
+from polarnode.engine.external import KEY_VARIABLE, Send, Unfit, Unreachable, Versions, Wanted
 from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready, Routed, ToNode
 
 NAMELESS = frozenset({"default", ""})  # what SGLang is labelled with until somebody names its weights
@@ -208,15 +208,80 @@ class EventReader:
         return found
 
 
+# ── requests ──────────────────────────────────────────────────────────────────
+
+
+class Late(Unreachable):
+    """The server did not answer in time."""
+
+
+class Missing(Unfit):
+    """The server has no such route."""
+
+
+def refusal(status: int, content: bytes) -> tuple[str, bool]:
+    """The sentence of an HTTP error, and whether another attempt may succeed."""
+    text = " ".join(content[: 4 * REASON_CHARS].decode("utf-8", "replace").split())
+    return f"HTTP {status}: {text[:REASON_CHARS]}", status >= 500 or status in (408, 429)
+
+
+@define(eq=False)
+class HttpApi:
+    """Requests to a server of the kind that `kind` names."""
+
+    kind: ClassVar[str]
+    wanted: Wanted
+    client: httpx2.AsyncClient
+
+    @property
+    def _url(self) -> str:
+        return self.wanted.url
+
+    async def sent(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, within: float = ANSWER_S
+    ) -> Any:
+        """The JSON of an answer; None where it has no body."""
+        content = None if body is None else orjson.dumps(body)
+        with self.errors():
+            try:
+                with trio.fail_after(within):
+                    response = await self.client.request(method, path, content=content)
+            except trio.TooSlowError:
+                raise Late(f"{self._url} did not answer /{path} within {within:.0f} s") from None
+        status = response.status_code
+        if status == 200:
+            try:
+                return orjson.loads(response.content) if response.content else None
+            except orjson.JSONDecodeError:
+                raise Unfit(
+                    f"{self._url} answers /{path} with no JSON: it is no {self.kind} server"
+                ) from None
+        if status in (401, 403):
+            raise Unfit(f"{self._url} wants an API key: set {KEY_VARIABLE} in the node's environment")
+        if status == 404:
+            raise Missing(
+                f"{self._url} has no /{path}: it is no {self.kind} server; of a router name the servers"
+            )
+        sentence, retryable = refusal(status, response.content)
+        raise (Unreachable if retryable else Unfit)(f"{self._url} answers /{path} with {sentence}")
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """A broken connection as Unreachable."""
+        try:
+            yield
+        except httpx2.HTTPError as error:
+            raise Unreachable(f"{self._url}: {str(error) or type(error).__name__}") from error
+
+
 # ── server ────────────────────────────────────────────────────────────────────
 
 
 @define(eq=False)
-class SglangServer:
+class SglangServer(HttpApi):
     """`Server` over SGLang's HTTP API."""
 
-    wanted: Wanted
-    client: httpx2.AsyncClient
+    kind = "SGLang"
     versions: Versions = field(factory=lambda: Versions(nameless=NAMELESS))
     _load: Load = field(factory=lambda: _idle(0), init=False)
     _facts: Mapping[str, Any] = field(factory=dict, init=False)
@@ -297,8 +362,8 @@ class SglangServer:
             "return_text_in_logprobs": True,
         }
         try:
-            answer = await self._sent("POST", "generate", body, within=PROBE_S)
-        except _Late:
+            answer = await self.sent("POST", "generate", body, within=PROBE_S)
+        except Late:
             raise Unreachable(
                 f"{self._url} did not sample a token within {PROBE_S:.0f} s: is its generation paused?"
             ) from None
@@ -338,7 +403,7 @@ class SglangServer:
 
     async def _look_at_load(self) -> None:
         try:
-            ranks = (await self._sent("GET", "v1/loads", None))["loads"]
+            ranks = (await self.sent("GET", "v1/loads", None))["loads"]
         except (Unfit, KeyError, TypeError):  # an older release: the node counts its own requests
             self._loads = False
             return
@@ -369,11 +434,11 @@ class SglangServer:
             return
         answer = Answer(order, self.versions, self.wanted)
         body = generate_body(order, deterministic=bool(self._facts.get("enable_deterministic_inference")))
-        with self._errors(), trio.CancelScope() as enough:
+        with self.errors(), trio.CancelScope() as enough:
             async with self.client.stream("POST", "generate", content=body) as response:
                 if response.status_code != 200:
                     content = (await response.aread())[: 4 * REASON_CHARS]
-                    send(answer.fail(*_refusal(response.status_code, content)))
+                    send(answer.fail(*refusal(response.status_code, content)))
                     enough.cancel()
                 reader = EventReader()
                 async for part in response.aiter_raw():
@@ -405,79 +470,25 @@ class SglangServer:
     async def abort(self, rid: str) -> None:
         # a server with an admin key refuses it, and ends the request because nobody reads it any more
         with suppress(Unfit):
-            await self._sent("POST", "abort_request", {"rid": rid})
+            await self.sent("POST", "abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "abort" and self._paused in ("in_place", "retract"):
             await self.resume()  # frozen requests do not notice that they are aborted
         self._paused = mode
-        await self._sent("POST", "pause_generation", {"mode": mode}, within=PAUSE_S)
+        await self.sent("POST", "pause_generation", {"mode": mode}, within=PAUSE_S)
 
     async def resume(self) -> None:
-        await self._sent("POST", "continue_generation", {})
+        await self.sent("POST", "continue_generation", {})
         self._paused = None
-
-    # ── requests ──────────────────────────────────────────────────────────────
-
-    @property
-    def _url(self) -> str:
-        return self.wanted.url
 
     async def _get(self, path: str, before: str) -> Mapping[str, Any]:
         """A GET under its name, or the name that older releases have for it."""
         try:
-            found: Mapping[str, Any] = await self._sent("GET", path, None)
-        except _Missing:
-            found = await self._sent("GET", before, None)
+            found: Mapping[str, Any] = await self.sent("GET", path, None)
+        except Missing:
+            found = await self.sent("GET", before, None)
         return found
-
-    async def _sent(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, within: float = ANSWER_S
-    ) -> Any:
-        """The JSON of an answer; None where it has no body."""
-        content = None if body is None else orjson.dumps(body)
-        with self._errors():
-            try:
-                with trio.fail_after(within):
-                    response = await self.client.request(method, path, content=content)
-            except trio.TooSlowError:
-                raise _Late(f"{self._url} did not answer /{path} within {within:.0f} s") from None
-        status = response.status_code
-        if status == 200:
-            try:
-                return orjson.loads(response.content) if response.content else None
-            except orjson.JSONDecodeError:
-                raise Unfit(f"{self._url} answers /{path} with no JSON: it is no SGLang server") from None
-        if status in (401, 403):
-            raise Unfit(f"{self._url} wants an API key: set {KEY_VARIABLE} in the node's environment")
-        if status == 404:
-            raise _Missing(
-                f"{self._url} has no /{path}: it is no SGLang server; of a router name the servers"
-            )
-        sentence, retryable = _refusal(status, response.content)
-        raise (Unreachable if retryable else Unfit)(f"{self._url} answers /{path} with {sentence}")
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """A broken connection as Unreachable."""
-        try:
-            yield
-        except httpx2.HTTPError as error:
-            raise Unreachable(f"{self._url}: {str(error) or type(error).__name__}") from error
-
-
-class _Late(Unreachable):
-    """The server did not answer in time."""
-
-
-class _Missing(Unfit):
-    """The server has no such route."""
-
-
-def _refusal(status: int, content: bytes) -> tuple[str, bool]:
-    """The sentence of an HTTP error, and whether another attempt may succeed."""
-    text = " ".join(content[: 4 * REASON_CHARS].decode("utf-8", "replace").split())
-    return f"HTTP {status}: {text[:REASON_CHARS]}", status >= 500 or status in (408, 429)
 
 
 def _whole(values: Mapping[str, Any], name: str) -> int:
@@ -490,8 +501,8 @@ def _idle(most: int) -> Load:
 
 
 @asynccontextmanager
-async def open_sglang(wanted: Wanted, key: str | None) -> AsyncIterator[Server]:
-    """The SGLang server at an address. Nothing is sent yet."""
+async def open_client(wanted: Wanted, key: str | None) -> AsyncIterator[httpx2.AsyncClient]:
+    """Connections to the server at an address. Nothing is sent yet."""
     base = httpx2.URL(wanted.url.rstrip("/") + "/")
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if key is not None:
@@ -504,4 +515,4 @@ async def open_sglang(wanted: Wanted, key: str | None) -> AsyncIterator[Server]:
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=not is_loopback(base.host),
     ) as client:
-        yield SglangServer(wanted, client)
+        yield client

@@ -144,7 +144,7 @@ STRENGTH: Final[Mapping[str | None, int]] = {None: 0, "in_place": 1, "retract": 
 
 
 @define(eq=False)
-class Updates:
+class SglangUpdates:
     """One trainer's requests as the node's updates. Requests that change something run one after another."""
 
     weights: Weights
@@ -352,13 +352,13 @@ REFUSED: Final[Mapping[str, str]] = {
 
 
 @frozen(kw_only=True)
-class Routes:
+class SglangRoutes:
     """The handlers. `memory_saver`: memory can be lent."""
 
     service: Service
     weights: Weights
     control: EngineControl
-    updates: Updates
+    updates: SglangUpdates
     memory_saver: bool
 
     async def pause(self) -> Response:
@@ -573,11 +573,11 @@ def sglang_extension(
     """SGLang's routes. Its trainers have no place for a bearer token: HTTP's basic authentication with the
     token as its password is taken too.
     """
-    routes = Routes(
+    routes = SglangRoutes(
         service=service,
         weights=weights,
         control=control,
-        updates=Updates(weights=weights, control=control),
+        updates=SglangUpdates(weights=weights, control=control),
         memory_saver=memory_saver,
     )
     rows: tuple[RouteRow, ...] = tuple(

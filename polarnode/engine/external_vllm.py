@@ -1,0 +1,354 @@
+"""vLLM's HTTP API as an engine: token ids in, sampled ids with logprobs out, streamed.
+
+Of vLLM 0.33.0 (its sdist): `/inference/v1/generate` of `vllm serve --enable-scale-out` gives the sampled ids,
+a logprob for each and, at the end, the weights of each token, as vLLM's engine counted them
+(vllm/entrypoints/scale_out/token_in_token_out). The probe also finds out whether logprobs are those of the
+distribution that was sampled (`--logprobs-mode processed_logprobs`): vLLM's default are those before
+temperature. The RLHF routes (`/pause`, `/weight_info`) are there with VLLM_SERVER_DEV_MODE=1 alone.
+
+A chunk is brought into SGLang's shape, and read and checked as SGLang's are.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+import orjson
+import trio
+from attrs import define, evolve, field
+
+from polarnode.core.trajectory import UNKNOWN_VERSION
+from polarnode.core.weights import PauseMode
+from polarnode.engine.external import Send, Server, Unfit, Unreachable, Versions
+from polarnode.engine.external_sglang import (
+    LEAST_CONTEXT,
+    NAMELESS,
+    PAUSE_S,
+    PROBE_S,
+    REASON_CHARS,
+    Answer,
+    EventReader,
+    HttpApi,
+    Missing,
+    SglangServer,
+    refusal,
+)
+from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready
+
+GENERATE = "inference/v1/generate"
+ABORT = "inference/v1/abort_requests"
+NO_LOGPROB = -9999.0  # vLLM's spelling of minus infinity, of NaN and of a logprob that is not there
+NO_RLHF = "has no /pause and /resume: start vLLM with VLLM_SERVER_DEV_MODE=1"
+PROBED = 5  # candidates compared by the probe: the spread of the first and the last shows the temperature
+CONSTRAINTS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+# SGLang's names of sampling parameters, which the node's orders have, and vLLM's
+SAME = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+
+# ── bodies and chunks ─────────────────────────────────────────────────────────
+
+
+def generate_body(order: Generate) -> dict[str, Any]:
+    """The body of GENERATE. Raises ValueError for what vLLM cannot do, with a sentence."""
+    if order.processor is not None:
+        raise ValueError("vLLM takes no logit processor with a request: use the node's own engine or SGLang")
+    if order.constraint_after is not None:
+        raise ValueError("vLLM serves no constraint that begins after a thought: ask without thinking")
+    given = order.sampling
+    sampling: dict[str, Any] = {name: given[name] for name in SAME if name in given}
+    sampling |= {
+        "max_tokens": given["max_new_tokens"],
+        "top_k": max(0, int(str(given.get("top_k", -1)))),  # 0 is the whole vocabulary
+        "logprobs": order.top_logprobs,
+        "detokenize": False,
+    }
+    if given.get("sampling_seed") is not None:
+        sampling["seed"] = given["sampling_seed"]
+    structured = {theirs: given[ours] for ours, theirs in CONSTRAINTS.items() if ours in given}
+    if structured:
+        sampling["structured_outputs"] = structured
+    ids = array("i", order.prompt).tolist()
+    return {"request_id": order.rid, "token_ids": ids, "sampling_params": sampling, "stream": True}
+
+
+def event_of(chunk: Mapping[str, Any], *, before: int, top_logprobs: int) -> Mapping[str, Any] | None:
+    """A chunk as SGLang would send it; None for one without a choice. `before`: tokens of earlier chunks."""
+    if "error" in chunk:
+        return chunk
+    if not chunk["choices"]:
+        return None
+    choice = chunk["choices"][0]
+    ids: list[int] = choice["token_ids"] or []
+    content: Sequence[Mapping[str, Any]] = (choice["logprobs"] or {}).get("content") or []
+    meta: dict[str, Any] = {
+        "completion_tokens": before + len(ids),
+        "output_token_logprobs": [[_logprob(each), each["token_id"]] for each in content],
+        "output_top_logprobs": [_best(each["top_logprobs"], top_logprobs) for each in content],
+        "weight_version": "",  # of a chunk vLLM does not say it
+    }
+    if choice["finish_reason"] is not None:
+        matched = choice.get("stop_reason")
+        meta["finish_reason"] = {
+            "type": choice["finish_reason"],
+            "matched": matched if isinstance(matched, int) else 0,
+        }
+        meta["weight_versions"] = choice.get("weight_versions") or ()
+    return {"meta_info": meta, "output_ids": ids}
+
+
+def _logprob(entry: Mapping[str, Any]) -> float | None:
+    value = float(entry["logprob"])
+    return None if value <= NO_LOGPROB else value
+
+
+def _best(candidates: Sequence[Mapping[str, Any]], most: int) -> list[list[Any]]:
+    """The likeliest candidates; vLLM's list begins with the sampled token, whatever its rank."""
+    ranked = sorted(
+        (each for each in candidates if each["rank"] is not None and each["rank"] <= most),
+        key=lambda each: int(each["rank"]),
+    )
+    return [[_logprob(each), each["token_id"]] for each in ranked[:most]]
+
+
+# ── server ────────────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class VllmServer(HttpApi):
+    """`Server` over vLLM's HTTP API."""
+
+    kind = "vLLM"
+    versions: Versions = field(factory=lambda: Versions(nameless=NAMELESS))
+    _load: Load = field(
+        factory=lambda: Load(running=0, waiting=0, token_usage=0.0, weight_version=UNKNOWN_VERSION),
+        init=False,
+    )
+    _known: set[str] = field(factory=set, init=False)  # versions that the node was sent
+    _names: bool = field(default=True, init=False)  # it has /weight_info
+
+    # ── what it is ────────────────────────────────────────────────────────────
+
+    async def model(self) -> str:
+        card = await self._card()
+        return str(card.get("root") or card["id"])
+
+    async def _card(self) -> Mapping[str, Any]:
+        cards = (await self.sent("GET", "v1/models", None))["data"]
+        card: Mapping[str, Any] = next((each for each in cards if each.get("parent") is None), cards[0])
+        return card
+
+    async def probe(self) -> Ready:
+        if self.wanted.experts is not None:
+            raise Unfit(f"{self._url} is vLLM, whose routed experts a node does not read: use SGLang")
+        version = str((await self.sent("GET", "version", None)).get("version", ""))
+        card = await self._card()
+        await self._check_words()
+        await self._check_logprobs()
+        most = card.get("max_model_len") or 0
+        capacity = min(filter(None, (int(most), self.wanted.context_length)), default=0)
+        if capacity < LEAST_CONTEXT:
+            raise Unfit(f"{self._url} does not say how long a request may be: give the node --context-length")
+        await self.look()
+        return Ready(
+            vocab_size=self.wanted.vocab_size,
+            context_length=capacity,
+            capacity=capacity,
+            max_total_tokens=0,
+            weight_version=self._load.weight_version,
+            sglang_version=f"vLLM {version}",
+            experts=None,
+        )
+
+    async def _check_words(self) -> None:
+        """Compare words of the vocabulary, where the server has a tokenizer."""
+        for token, text in self.wanted.words:
+            try:
+                found = await self.sent("POST", "detokenize", {"tokens": [token]})
+            except Unfit:  # --tokens-only has none: --model is trusted
+                return
+            theirs = str(found["prompt"])
+            if theirs.strip() != text.strip():
+                raise Unfit(
+                    f"{self._url} has another vocabulary than --model: token {token} is {theirs!r} there and"
+                    f" {text!r} here; name the folder of the model that it serves"
+                )
+
+    async def _check_logprobs(self) -> None:
+        """Sample a token at two temperatures. With twice the temperature the candidates' logprobs, less the
+        likeliest's, are half: unless they are those before temperature.
+        """
+        cool, warm = await self._candidates(1.0), await self._candidates(2.0)
+        for one, half in zip(cool, warm, strict=True):
+            if abs(half - one / 2) > 0.02 + 0.1 * abs(one):
+                raise Unfit(
+                    f"{self._url} gives logprobs of another distribution than it samples: start vLLM with"
+                    " --logprobs-mode processed_logprobs"
+                )
+
+    async def _candidates(self, temperature: float) -> list[float]:
+        """Logprobs of the likeliest tokens, less that of the first."""
+        ids = [token for token, _ in self.wanted.words] or [0]
+        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": PROBED, "detokenize": False}
+        body = {"request_id": uuid4().hex, "token_ids": ids, "sampling_params": sampling}
+        try:
+            answer = await self.sent("POST", GENERATE, body, within=PROBE_S)
+        except Missing:
+            raise Unfit(
+                f"{self._url} is vLLM without /{GENERATE}, which gives exact ids: start it with"
+                " --enable-scale-out (vLLM 0.33)"
+            ) from None
+        try:
+            choice = answer["choices"][0]
+            (entry,) = choice["logprobs"]["content"]
+            best = _best(entry["top_logprobs"], PROBED)
+            found = [float(logprob) - float(best[0][0]) for logprob, _ in best if logprob is not None]
+            exact = choice["token_ids"] == [entry["token_id"]] and _logprob(entry) is not None
+        except (KeyError, TypeError, ValueError, IndexError):
+            exact, found = False, []
+        if not exact or len(found) != PROBED or not all(map(math.isfinite, found)):
+            raise Unfit(
+                f"{self._url} gives no exact ids and logprobs of what it samples: it cannot be recorded"
+            )
+        return found
+
+    # ── looks ─────────────────────────────────────────────────────────────────
+
+    async def look(self) -> Load:
+        """The version that is served; vLLM's load is not asked for, and the node counts its own requests."""
+        if self._names:
+            try:
+                found = await self.sent("GET", "weight_info", None)
+            except Missing:  # without VLLM_SERVER_DEV_MODE: the answers alone say it
+                self._names = False
+                await self.sent("GET", "version", None)
+            else:
+                self._serve(str(found["weight_version"]))
+        else:
+            await self.sent("GET", "version", None)  # whether it is there
+        return self._load
+
+    def _serve(self, label: str) -> Load:
+        self.versions.note(label, "")
+        self._load = evolve(self._load, weight_version=self.versions.named(label))
+        self._known.add(self._load.weight_version)
+        return self._load
+
+    # ── generation ────────────────────────────────────────────────────────────
+
+    async def generate(self, order: Generate, send: Send) -> None:
+        try:
+            body = generate_body(order)
+        except ValueError as error:
+            send(Failed(rid=order.rid, message=f"{self._url}: {error}", retryable=False))
+            return
+        answer = Answer(order, self.versions, self.wanted)
+        with self.errors(), trio.CancelScope() as enough:
+            async with self.client.stream("POST", GENERATE, content=orjson.dumps(body)) as response:
+                if response.status_code != 200:
+                    content = (await response.aread())[: 4 * REASON_CHARS]
+                    send(answer.fail(*refusal(response.status_code, content)))
+                    enough.cancel()
+                reader = EventReader()
+                async for part in response.aiter_raw():
+                    for chunk in reader.feed(part):
+                        await self._take(answer, chunk, send)
+                        if answer.over:
+                            enough.cancel()
+                            break
+        if answer.failed:
+            await self.abort(order.rid)
+        elif not answer.over:
+            raise Unreachable(f"{self._url} ended the stream of an answer early")
+
+    async def _take(self, answer: Answer, chunk: Mapping[str, Any], send: Send) -> None:
+        try:
+            event = event_of(chunk, before=answer.sent, top_logprobs=answer.order.top_logprobs)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            send(answer.fail(f"a chunk of another shape ({type(error).__name__}: {error})", True))
+            return
+        if event is None:
+            return
+        messages = answer.take(event)
+        last = messages[-1]
+        if isinstance(last, Piece) and last.finish is not None:
+            await self._send_versions(last, send)
+        for message in messages:
+            send(message)
+
+    async def _send_versions(self, last: Piece, send: Send) -> None:
+        """Send the versions of a sample that the node does not know yet, and then the one served now."""
+        new = [version for version, _, _ in last.spans if version not in self._known | {UNKNOWN_VERSION}]
+        for version in new:
+            send(self._serve(version))
+        if new and self._names:
+            send(await self.look())
+
+    async def abort(self, rid: str) -> None:
+        # vLLM also ends what nobody reads any more
+        with suppress(Unfit):
+            await self.sent("POST", ABORT, {"request_ids": [f"generate-tokens-{rid}"]})
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Freeze every request (`keep`), the new ones too; with "abort" those in progress are ended first."""
+        try:
+            if mode == "retract":
+                raise Unreachable(f"{self._url}: vLLM cannot retract requests: pause in_place, or by abort")
+            if mode == "abort":
+                await self.sent("POST", "abort_requests", {}, within=PAUSE_S)
+            await self.sent("POST", "pause?mode=keep", None, within=PAUSE_S)
+        except Missing:
+            raise Unreachable(f"{self._url} {NO_RLHF}") from None
+        except Unfit as error:
+            raise Unreachable(str(error)) from None
+
+    async def resume(self) -> None:
+        try:
+            await self.sent("POST", "resume", None)
+        except Missing:
+            raise Unreachable(f"{self._url} {NO_RLHF}") from None
+        except Unfit as error:
+            raise Unreachable(str(error)) from None
+
+
+# ── which kind ────────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class AnyServer(HttpApi):
+    """A server of either kind: vLLM has /version, SGLang has not."""
+
+    kind = "SGLang or vLLM"
+    _found: Server | None = field(default=None, init=False)
+
+    async def _server(self) -> Server:
+        if self._found is None:
+            try:
+                await self.sent("GET", "version", None)
+            except Missing:
+                self._found = SglangServer(self.wanted, self.client)
+            else:
+                self._found = VllmServer(self.wanted, self.client)
+        return self._found
+
+    async def model(self) -> str:
+        return await (await self._server()).model()
+
+    async def probe(self) -> Ready:
+        return await (await self._server()).probe()
+
+    async def look(self) -> Load:
+        return await (await self._server()).look()
+
+    async def generate(self, order: Generate, send: Send) -> None:
+        await (await self._server()).generate(order, send)
+
+    async def abort(self, rid: str) -> None:
+        await (await self._server()).abort(rid)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await (await self._server()).pause(mode)
+
+    async def resume(self) -> None:
+        await (await self._server()).resume()
