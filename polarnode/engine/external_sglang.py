@@ -45,7 +45,7 @@ LEAST_CONTEXT = 16  # tokens: less than this is a server of something else
 
 
 @define(eq=False)
-class Answer:
+class AnswerReader:
     """Reads the chunks of one request. `take` gives the messages for the node; `failed` once one is a
     failure.
     """
@@ -432,7 +432,7 @@ class SglangServer(HttpApi):
             )
             send(Failed(rid=order.rid, message=sentence, retryable=False))
             return
-        answer = Answer(order, self.versions, self.wanted)
+        answer = AnswerReader(order, self.versions, self.wanted)
         body = generate_body(order, deterministic=bool(self._facts.get("enable_deterministic_inference")))
         with self.errors(), trio.CancelScope() as enough:
             async with self.client.stream("POST", "generate", content=body) as response:
@@ -453,7 +453,7 @@ class SglangServer(HttpApi):
         elif not answer.over:
             raise Unreachable(f"{self._url} ended the stream of an answer early")
 
-    async def _take(self, answer: Answer, event: Mapping[str, Any], send: Send) -> None:
+    async def _take(self, answer: AnswerReader, event: Mapping[str, Any], send: Send) -> None:
         label = _label(event)
         if label is not None and label != self.versions.label and label not in answer.labels:
             answer.labels.add(label)  # chunks of the weights before may still be on their way: look once

@@ -29,7 +29,7 @@ from polarnode.engine.external_sglang import (
     PAUSE_S,
     PROBE_S,
     REASON_CHARS,
-    Answer,
+    AnswerReader,
     EventReader,
     HttpApi,
     Missing,
@@ -243,7 +243,7 @@ class VllmServer(HttpApi):
         except ValueError as error:
             send(Failed(rid=order.rid, message=f"{self._url}: {error}", retryable=False))
             return
-        answer = Answer(order, self.versions, self.wanted)
+        answer = AnswerReader(order, self.versions, self.wanted)
         with self.errors(), trio.CancelScope() as enough:
             async with self.client.stream("POST", GENERATE, content=orjson.dumps(body)) as response:
                 if response.status_code != 200:
@@ -262,7 +262,7 @@ class VllmServer(HttpApi):
         elif not answer.over:
             raise Unreachable(f"{self._url} ended the stream of an answer early")
 
-    async def _take(self, answer: Answer, chunk: Mapping[str, Any], send: Send) -> None:
+    async def _take(self, answer: AnswerReader, chunk: Mapping[str, Any], send: Send) -> None:
         try:
             event = event_of(chunk, before=answer.sent, top_logprobs=answer.order.top_logprobs)
         except (KeyError, TypeError, ValueError, IndexError) as error:

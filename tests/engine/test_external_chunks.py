@@ -11,7 +11,7 @@ import pytest
 from polarnode.core.arrays import floats, ids
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.engine.external import Versions, Wanted, wanted_of
-from polarnode.engine.external_sglang import NAMELESS, Answer, EventReader, generate_body
+from polarnode.engine.external_sglang import NAMELESS, AnswerReader, EventReader, generate_body
 from polarnode.engine.protocol import Failed, Generate, Piece, Routed, ToNode
 
 URL = "http://server:30000"
@@ -24,10 +24,10 @@ def order(**more: Any) -> Generate:
     return Generate(rid="a" * 32, prompt=prompt, sampling={"max_new_tokens": 9, "sampling_seed": 5}, **more)
 
 
-def answer(asked: Generate | None = None, *, label: str = "7") -> Answer:
+def answer(asked: Generate | None = None, *, label: str = "7") -> AnswerReader:
     versions = Versions(nameless=NAMELESS)
     versions.note(label, "/model")
-    return Answer(asked or order(), versions, WANTED)
+    return AnswerReader(asked or order(), versions, WANTED)
 
 
 def chunk(tokens: Sequence[int], total: int, *, label: str = "7", **meta: Any) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def test_experts_are_those_of_the_positions_asked_for() -> None:
     )
     versions = Versions(nameless=NAMELESS)
     rows = base64.b64encode(ids([1, 2, 3, 4]).tobytes()).decode()
-    reads = Answer(order(routed_from=1), versions, wanted)
+    reads = AnswerReader(order(routed_from=1), versions, wanted)
     routed, last = reads.take(chunk([9], 1, finish_reason=STOP, routed_experts=rows))
     assert isinstance(routed, Routed)
     assert (routed.start, routed.layers, routed.top_k, routed.data) == (1, 2, 1, b"\1\2\3\4")
@@ -210,6 +210,6 @@ def test_experts_are_those_of_the_positions_asked_for() -> None:
     assert (
         "no routed experts"
         in failure(
-            Answer(order(routed_from=1), versions, wanted).take(chunk([9], 1, finish_reason=STOP))
+            AnswerReader(order(routed_from=1), versions, wanted).take(chunk([9], 1, finish_reason=STOP))
         ).message
     )
