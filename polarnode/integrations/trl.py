@@ -69,8 +69,8 @@ class PushWeights:
     """Serves a trainer's weights on a node, each under a new version, as `push_tensors` does.
 
     * `transport`: "disk" writes checkpoints below `folder`, which the node must see under the same absolute
-      path; "tensor" sends handles, for a trainer on the node's machine; "distributed" broadcasts from
-      `address`, this machine's as the node reaches it.
+      path; "tensor" sends handles, for a node on this process's own GPU or on this machine's CPU;
+      "distributed" broadcasts from `address`, this machine's as the node reaches it.
     * `model`: the checkpoint that training began with: a folder, or a name in the local cache of the hub.
     * `dtype` ("bfloat16" …): what floating-point tensors are cast to. The node takes those of its own
       checkpoint alone; "disk" casts to it by itself.
@@ -362,7 +362,7 @@ class NodeWorker:
         run: str | None = None,
         temperature: float = 1.0,
         estimator: Estimator = "grpo",
-        weights: Transport = "tensor",
+        weights: Transport = "disk",
         folder: str | Path | None = None,
         model: str | None = None,
         address: str | None = None,

@@ -83,7 +83,9 @@ def asynchronous(model: str, folder: str) -> Any:
     packing._flash_attn = lambda: Attention
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     node = StandIn(model)
-    worker = plugin.NodeWorker([{"prompt": "do it"}], samples=4, groups=1, task={"harness": {"name": "pi"}})
+    worker = plugin.NodeWorker(
+        [{"prompt": "do it"}], samples=4, groups=1, weights="tensor", task={"harness": {"name": "pi"}}
+    )
     plugin.PolarnodeClient = lambda *_, **__: node  # type: ignore[assignment, misc]
     tensors.buckets = lambda named, **_: dict(named)  # type: ignore[assignment]
 
