@@ -44,7 +44,7 @@ ESTIMATORS: Final[tuple[Compared, ...]] = ("grpo", "grpo_without_std", "leave_on
 
 
 @define(eq=False)
-class Versions:
+class LearnedVersions:
     """Which of AReaL's numbers each of the node's weight versions is, as far as they were seen together."""
 
     numbers: dict[str, int] = field(factory=dict)
@@ -61,11 +61,11 @@ class Versions:
 
 
 @define(eq=False)
-class Node:
+class NodeOfLoop:
     """The connections to one node, of one event loop. AReaL makes a new workflow for each training step."""
 
     rollouts: NodeRollouts
-    versions: Versions = field(factory=Versions)
+    versions: LearnedVersions = field(factory=LearnedVersions)
 
     async def look(self, engine: Any) -> int:
         """AReaL's number of the weights, having seen which version the node serves."""
@@ -74,15 +74,15 @@ class Node:
         return number
 
 
-_nodes: RunVar[dict[tuple[str, str | None], Node]] = RunVar("polarnode_areal")
+_nodes: RunVar[dict[tuple[str, str | None], NodeOfLoop]] = RunVar("polarnode_areal")
 
 
-def _node(settings: PluginSettings) -> Node:
+def _node(settings: PluginSettings) -> NodeOfLoop:
     nodes = _nodes.get({})
     _nodes.set(nodes)
     key = (settings.url, settings.token)
     if key not in nodes:
-        nodes[key] = Node(rollouts=NodeRollouts(settings))
+        nodes[key] = NodeOfLoop(rollouts=NodeRollouts(settings))
     return nodes[key]
 
 
@@ -143,7 +143,7 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
                 stats_tracker.get(workflow_context.stat_scope()).scalar(reward=member.reward)
         return self._rows(group, node.versions, earliest)
 
-    def _rows(self, group: Group, versions: Versions, earliest: int) -> dict[str, Any] | None:
+    def _rows(self, group: Group, versions: LearnedVersions, earliest: int) -> dict[str, Any] | None:
         if not group.usable:
             log.warning("task %s gives nothing to train: %s", group.task_id, group.reason or _why(group))
             return None

@@ -267,7 +267,7 @@ class Relay:
 def serve(relay: Relay, host: str, port: int) -> ThreadingHTTPServer:
     """A server of the relay, not yet running."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class RelayHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._reply({})
 
@@ -291,7 +291,7 @@ def serve(relay: Relay, host: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             log.debug(format, *args)
 
-    return ThreadingHTTPServer((host, port), Handler)
+    return ThreadingHTTPServer((host, port), RelayHandler)
 
 
 def main() -> None:
