@@ -224,7 +224,7 @@ class Serving:
                 with trio.move_on_after(LOOK_S):
                     await self._doubt.wait()
                 self._doubt = trio.Event()
-        except Unreachable as error:
+        except (Unreachable, Unfit) as error:  # it may have been replaced by another
             self.send(Fatal(message=str(error)))
 
     async def _reached(self) -> Ready:
@@ -253,7 +253,7 @@ class Serving:
         finally:
             self._calls.pop(order.rid, None)
             if not over:
-                with trio.move_on_after(ABORT_S, shield=True), suppress(Unreachable):
+                with trio.move_on_after(ABORT_S, shield=True), suppress(Unreachable, Unfit):
                     await self.server.abort(order.rid)
 
     async def _sampled(self, order: Generate) -> None:
@@ -272,7 +272,7 @@ class Serving:
                 await self.server.pause(order.mode)
             else:
                 await self.server.resume()
-        except Unreachable as error:
+        except (Unreachable, Unfit) as error:
             done = evolve(done, ok=False, message=str(error))
         self.send(done)
 

@@ -56,9 +56,8 @@ class AnswerReader:
     sent: int = field(default=0, init=False)
     over: bool = field(default=False, init=False)
     failed: bool = field(default=False, init=False)
-    labels: set[str] = field(
-        factory=set, init=False
-    )  # labels of chunks that were not the server's at the time
+    # labels of chunks that were not the server's own when they came
+    labels: set[str] = field(factory=set, init=False)
     _label: str | None = field(init=False)
 
     @_label.default
@@ -87,7 +86,7 @@ class AnswerReader:
         new = entries[known:]
         ids = [int(entry[1]) for entry in new]
         beside = event.get("output_ids")
-        if ids and beside is not None and list(beside)[-len(ids) :] != ids:
+        if ids and beside is not None and beside[-len(ids) :] != ids:
             return [self.fail("the server's logprobs are of other tokens than its ids", True)]
         found = piece(
             self.order.rid,
@@ -436,22 +435,26 @@ class SglangServer(HttpApi):
         body = generate_body(order, deterministic=bool(self._facts.get("enable_deterministic_inference")))
         with self.errors(), trio.CancelScope() as enough:
             async with self.client.stream("POST", "generate", content=body) as response:
-                if response.status_code != 200:
-                    content = (await response.aread())[: 4 * REASON_CHARS]
-                    send(answer.fail(*refusal(response.status_code, content)))
-                    enough.cancel()
-                reader = EventReader()
-                async for part in response.aiter_raw():
-                    for event in reader.feed(part):
-                        await self._take(answer, event, send)
-                        if answer.over:
-                            # leaving without an error closes the generators inside the response properly
-                            enough.cancel()
-                            break
+                if response.status_code == 200:
+                    await self._read(answer, response, send, enough)
+                else:
+                    send(answer.fail(*refusal(response.status_code, await response.aread())))
         if answer.failed:
             await self.abort(order.rid)
         elif not answer.over:
             raise Unreachable(f"{self._url} ended the stream of an answer early")
+
+    async def _read(
+        self, answer: AnswerReader, response: httpx2.Response, send: Send, enough: trio.CancelScope
+    ) -> None:
+        reader = EventReader()
+        async for part in response.aiter_raw():
+            for event in reader.feed(part):
+                await self._take(answer, event, send)
+                if answer.over:
+                    # leaving without an error closes the generators inside the response properly
+                    enough.cancel()
+                    break
 
     async def _take(self, answer: AnswerReader, event: Mapping[str, Any], send: Send) -> None:
         label = _label(event)

@@ -20,7 +20,7 @@ from polarnode.core.errors import ConfigError, EngineError
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.engine.engines import open_engines
 from polarnode.engine.external import Unfit, Wanted, connect
-from polarnode.engine.protocol import Experts
+from polarnode.engine.protocol import Experts, Failed, Generate, ToNode
 from polarnode.engine.routing import DEATHS, Deaths, followed
 from polarnode.engine.settings import EngineSettings, External
 from polarnode.node.config import NodeConfig, read_config
@@ -150,6 +150,18 @@ async def test_a_server_that_does_not_fit_is_refused_at_the_start(tmp_path: Path
             assert engines.statistics().context_length == 500
             assert engines.versions == ("3",)
             assert not engines.routes
+
+
+@pytest.mark.parametrize(("status", "again"), [(400, False), (503, True)])
+async def test_a_request_that_is_refused_has_one_end(status: int, again: bool) -> None:
+    sent: list[ToNode] = []
+    asked = Generate(rid="a" * 32, prompt=b"", sampling={})
+    with answering({"/generate": status, "/abort_request": {}}) as url:
+        async with connect(Wanted(url=url, vocab_size=50), None) as server:
+            await server.generate(asked, sent.append)
+    (end,) = sent
+    assert isinstance(end, Failed)
+    assert (f"HTTP {status}" in end.message, end.retryable) == (True, again)
 
 
 async def test_the_doctor_says_what_a_node_would(tmp_path: Path) -> None:
