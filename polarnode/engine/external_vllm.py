@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
+import httpx2
 import orjson
 import trio
 from attrs import define, evolve, field
@@ -28,7 +29,6 @@ from polarnode.engine.external_sglang import (
     NAMELESS,
     PAUSE_S,
     PROBE_S,
-    REASON_CHARS,
     AnswerReader,
     EventReader,
     HttpApi,
@@ -246,21 +246,25 @@ class VllmServer(HttpApi):
         answer = AnswerReader(order, self.versions, self.wanted)
         with self.errors(), trio.CancelScope() as enough:
             async with self.client.stream("POST", GENERATE, content=orjson.dumps(body)) as response:
-                if response.status_code != 200:
-                    content = (await response.aread())[: 4 * REASON_CHARS]
-                    send(answer.fail(*refusal(response.status_code, content)))
-                    enough.cancel()
-                reader = EventReader()
-                async for part in response.aiter_raw():
-                    for chunk in reader.feed(part):
-                        await self._take(answer, chunk, send)
-                        if answer.over:
-                            enough.cancel()
-                            break
+                if response.status_code == 200:
+                    await self._read(answer, response, send, enough)
+                else:
+                    send(answer.fail(*refusal(response.status_code, await response.aread())))
         if answer.failed:
             await self.abort(order.rid)
         elif not answer.over:
             raise Unreachable(f"{self._url} ended the stream of an answer early")
+
+    async def _read(
+        self, answer: AnswerReader, response: httpx2.Response, send: Send, enough: trio.CancelScope
+    ) -> None:
+        reader = EventReader()
+        async for part in response.aiter_raw():
+            for chunk in reader.feed(part):
+                await self._take(answer, chunk, send)
+                if answer.over:
+                    enough.cancel()
+                    break
 
     async def _take(self, answer: AnswerReader, chunk: Mapping[str, Any], send: Send) -> None:
         try:
