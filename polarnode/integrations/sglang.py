@@ -140,6 +140,8 @@ class Nothing:
 
 # ── the state between requests ────────────────────────────────────────────────
 
+# seconds in which generation continues after a trainer hung up or a step failed: one message to each host
+RESUME_S: Final = 60.0
 STRENGTH: Final[Mapping[str | None, int]] = {None: 0, "in_place": 1, "retract": 2, "abort": 3}
 
 
@@ -177,9 +179,10 @@ class SglangUpdates:
         async with self._lock:
             try:
                 return await self._commit()
-            finally:
+            finally:  # also where the trainer hung up: agents wait
                 self._continues = True
-                await self._continue()
+                with trio.move_on_after(RESUME_S, shield=True):
+                    await self._continue()
 
     async def begin(self) -> None:
         """The buckets until `end` are one update."""
@@ -258,7 +261,8 @@ class SglangUpdates:
             try:
                 await self.control.release(MemoryOrder(tags=body.tags or ALL_MEMORY))
             except PolarnodeError:
-                await self._continue()
+                with trio.move_on_after(RESUME_S, shield=True):
+                    await self._continue()
                 raise
 
     async def take(self, body: MemoryTags) -> None:
@@ -302,9 +306,10 @@ class SglangUpdates:
         if version is not None:
             try:
                 return await serve(evolve(order, version=version))
-            except Conflict:
-                if not await self._used(version):
-                    raise
+            except Conflict as conflict:
+                refused = conflict
+            if not await self._used(version):
+                raise refused
         return await serve(evolve(order, version=await self._fresh(version)))
 
     async def _fresh(self, version: str | None) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from fakes_engine import order, sample
 from weights_kit import Plane, open_weights_plane, simulated_tiny
 
 from polarnode.engine import weights as weights_module
-from polarnode.integrations.sglang import REFUSED
+from polarnode.engine.memory import EngineControl
+from polarnode.integrations.sglang import REFUSED, PauseGeneration, SglangUpdates
 from polarnode.node.config import TINY_MODEL
 
 GOOD, BAD = (b64encode(data).decode() for data in (pickle.dumps([]), b"this is no pickle"))
@@ -72,6 +74,29 @@ async def test_slimes_buckets_are_one_version_served_when_generation_continues(t
         for path in ("/get_weight_version", "/weight_version", "/model_info", "/get_model_info"):
             assert (await plane.node.get(path)).json()["weight_version"] == "1"
         assert (await sample(plane.engines, order([1])))[-1].version_spans[0].version == "1"
+
+
+async def test_a_trainer_that_hangs_up_while_generation_continues_leaves_no_agent_waiting(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as plane:
+        updates = NeverServed(
+            weights=plane.weights, control=EngineControl(weights=plane.weights, keeps=False)
+        )
+        await updates.pause(PauseGeneration())
+        assert (await state(plane))[2] == "retract"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(updates.resume)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert (await state(plane))[2] is None
+
+
+class NeverServed(SglangUpdates):
+    """Its weights take for ever."""
+
+    async def _commit(self) -> None:
+        await trio.sleep_forever()
 
 
 async def test_a_trainer_that_starts_again_counts_from_one_again(tmp_path: Path) -> None:
