@@ -18,7 +18,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from anyio.lowlevel import RunVar
 from areal.api import RolloutWorkflow
 from areal.infra import workflow_context
 from areal.utils import stats_tracker
@@ -30,9 +29,9 @@ from polarnode.core.errors import Refused
 from polarnode.groups import Estimator, Group
 from polarnode.integrations.rollout_tasks import (
     NodeRollouts,
-    PluginSettings,
     SessionLost,
     plugin_settings,
+    shared_rollouts,
     task_of,
 )
 from polarnode.trainers import areal
@@ -55,35 +54,19 @@ class LearnedVersions:
         """
         self.numbers[version] = max(number, self.numbers.get(version, 0))
 
+    async def look(self, engine: Any, rollouts: NodeRollouts) -> int:
+        """AReaL's number of the weights, having seen which version the node serves."""
+        number = int(engine.get_version())
+        self.saw((await rollouts.client.weights()).version, number)
+        return number
+
     def number(self, version: str, earliest: int) -> int:
         """Its number; `earliest`, AReaL's when the episode began, for a version that nobody named or saw."""
         return self.numbers.get(version, earliest) if version else earliest
 
 
-@define(eq=False)
-class NodeOfLoop:
-    """The connections to one node, of one event loop. AReaL makes a new workflow for each training step."""
-
-    rollouts: NodeRollouts
-    versions: LearnedVersions = field(factory=LearnedVersions)
-
-    async def look(self, engine: Any) -> int:
-        """AReaL's number of the weights, having seen which version the node serves."""
-        number = int(engine.get_version())
-        self.versions.saw((await self.rollouts.client.weights()).version, number)
-        return number
-
-
-_nodes: RunVar[dict[tuple[str, str | None], NodeOfLoop]] = RunVar("polarnode_areal")
-
-
-def _node(settings: PluginSettings) -> NodeOfLoop:
-    nodes = _nodes.get({})
-    _nodes.set(nodes)
-    key = (settings.url, settings.token)
-    if key not in nodes:
-        nodes[key] = NodeOfLoop(rollouts=NodeRollouts(settings))
-    return nodes[key]
+# what was learned of each node: AReaL makes a new workflow for each training step
+_LEARNED: Final[dict[str, LearnedVersions]] = {}
 
 
 class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
@@ -130,18 +113,19 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
         usable, the group is dropped, or the machine lost it. A reward of 0 is never made up.
         """
         spec = task_of(self.settings, data, samples=self.samples, sampling=self.sampling)
-        node = _node(self.settings)
+        versions = _LEARNED.setdefault(self.settings.url, LearnedVersions())
+        rollouts = shared_rollouts(self.settings)
         try:
-            earliest = await node.look(engine)
-            group = await node.rollouts.group(spec)
-            await node.look(engine)
+            earliest = await versions.look(engine, rollouts)
+            group = await rollouts.group(spec)
+            await versions.look(engine, rollouts)
         except (SessionLost, Unreachable) as error:
             log.warning("task %s is left out: %s", spec.task_id, error)
             return None
         for member in group.members:
             if member.reward is not None:
                 stats_tracker.get(workflow_context.stat_scope()).scalar(reward=member.reward)
-        return self._rows(group, node.versions, earliest)
+        return self._rows(group, versions, earliest)
 
     def _rows(self, group: Group, versions: LearnedVersions, earliest: int) -> dict[str, Any] | None:
         if not group.usable:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
-from anyio.lowlevel import RunVar
 from attrs import frozen
 from verifiers.v1 import Harness, HarnessConfig, Task, TaskData, Taskset, TasksetConfig
 from verifiers.v1.errors import HarnessError, SandboxError
@@ -40,10 +39,9 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.integrations.rollout_tasks import (
-    NodeRollouts,
-    PluginSettings,
     SessionLost,
     plugin_settings,
+    shared_rollouts,
     task_of,
 )
 from polarnode.trainers.prime_rl import trace_nodes
@@ -108,16 +106,6 @@ class PolarnodeHarnessConfig(HarnessConfig):  # type: ignore[misc]
     reward: bool = True
 
 
-_rollouts: RunVar[dict[tuple[str, str | None], NodeRollouts]] = RunVar("polarnode_prime_rl")
-
-
-def _connections(settings: PluginSettings) -> NodeRollouts:
-    """One for each node and event loop."""
-    found = _rollouts.get({})
-    _rollouts.set(found)
-    return found.setdefault((settings.url, settings.token), NodeRollouts(settings))
-
-
 class PolarnodeHarness(Harness[PolarnodeHarnessConfig]):  # type: ignore[misc]
     """Runs a task as one session of a node and fills the trace with what it recorded."""
 
@@ -145,7 +133,7 @@ class PolarnodeHarness(Harness[PolarnodeHarnessConfig]):  # type: ignore[misc]
         _, prompt = self.resolve_text_prompt(data)
         row = {"instruction": prompt, "polarnode": getattr(data, "polarnode", None)}
         spec = task_of(self.settings, row, sampling=sampling_of(ctx.sampling))
-        rollouts = _connections(self.settings)
+        rollouts = shared_rollouts(self.settings)
         try:
             session = await rollouts.session(spec)
             whole = await rollouts.client.trajectory(session.session_id, turns="full")

@@ -6,17 +6,22 @@ for each group of samples and waits for the group's end. Which sessions count is
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import anyio
 import anyio.from_thread
-from attrs import evolve, field, frozen
+from anyio.lowlevel import RunVar
+from attrs import define, evolve, field, frozen
 
-from polarnode.client import AsyncPolarnodeClient
+from polarnode.client import AsyncPolarnodeClient, ClientError, Event, Unreachable
+from polarnode.client.asynchronous import AsyncEvents
+from polarnode.client.scripts import Patience
+from polarnode.client.streams import ABSENT
 from polarnode.core.codec.json import kind_of, read_json
 from polarnode.core.codec.tasks import read_task
 from polarnode.core.conversation import Json
@@ -27,6 +32,8 @@ from polarnode.groups import Group, lost_to_the_machine
 from polarnode.sources.reading import read_json as read_json_file
 from polarnode.sources.reading import task_value
 from polarnode.sources.values import merged_over
+
+T = TypeVar("T")
 
 ENVIRONMENT: Final = {
     "url": "POLARNODE_URL",
@@ -51,8 +58,9 @@ UNCUT: Final[Mapping[str, Json]] = {
 }
 # seconds for the request that ends a task whose caller was cancelled: a trainer that stops should not hang
 CANCEL_S: Final = 10.0
-# tasks that `rollout_groups` has in progress at once: each holds one connection of the node's for its stream
-AT_ONCE: Final = 128
+# requests of one NodeRollouts at once: a node has places for some hundred connections, and a trainer has
+# tens of processes
+REQUESTS: Final = 8
 
 
 class SessionLost(PolarnodeError):
@@ -161,7 +169,7 @@ def task_of(
     if given:
         value = merged_over(value, {"sampling": given})
     value["num_samples"] = samples
-    value["task_id"] = task_id or f"{settings.run}-{token_hex(8)}"
+    value["task_id"] = task_id or new_task_id(settings)
     if group_id is not None:
         value["group_id"] = group_id
     if "harness" not in value:
@@ -227,19 +235,49 @@ def _text(content: Any) -> str:
 # ── rollouts ──────────────────────────────────────────────────────────────────
 
 
-@frozen
-class NodeRollouts:
-    """Runs tasks on a node, from asyncio or Trio. Use one in each event loop; it holds connections.
+@define(eq=False)
+class _Waiter:
+    """A task in progress, and the caller who waits for it."""
 
-    Use `async with` or `aclose` to close them.
+    group: Group | None = None
+    failed: PolarnodeError | None = None
+    missed: bool = False  # its group may be among events that are not read here
+    idle: bool = False  # the caller waits for `woken`
+    woken: anyio.Event = field(factory=anyio.Event)
+
+    @property
+    def over(self) -> bool:
+        return self.group is not None or self.failed is not None or self.missed
+
+    def wake(self) -> None:
+        self.woken.set()
+
+
+@define(eq=False)
+class NodeRollouts:
+    """Runs tasks on a node, from asyncio or Trio. Use one in each event loop (`shared_rollouts`); it holds
+    connections. Use `async with` or `aclose` to close them.
+
+    However many tasks are in progress, one stream of small `group` events is read for all of them, because a
+    node has places for some hundred streams: one of the waiting callers reads, and another takes over when
+    its own group has come. Trajectories are fetched by id.
     """
 
     settings: PluginSettings
     client: AsyncPolarnodeClient = field(init=False)
+    _waiting: dict[str, _Waiter] = field(factory=dict, init=False)
+    _seen: int | None = field(default=None, init=False)  # events after this one are not read yet
+    _events: AsyncEvents[Event] | None = field(default=None, init=False)
+    _reading: bool = field(default=False, init=False)
+    _places: anyio.CapacityLimiter = field(init=False)
 
     @client.default
     def _make_client(self) -> AsyncPolarnodeClient:
         return self.settings.client()
+
+    @_places.default
+    def _make_places(self) -> anyio.CapacityLimiter:
+        return anyio.CapacityLimiter(REQUESTS)
 
     async def group(self, spec: TaskSpec) -> Group:
         """Run a task and return its finished group, with the trajectories of all members that have one.
@@ -248,17 +286,27 @@ class NodeRollouts:
         Unreachable when it does not answer for `patience_s`, and SessionLost when the node no longer has the
         group.
         """
-        named = spec if spec.task_id is not None else _named(spec, self.settings.run)
+        named = spec if spec.task_id is not None else evolve(spec, task_id=new_task_id(self.settings))
+        task_id = str(named.task_id)
+        waiter = self._waiting.setdefault(task_id, _Waiter())  # before its first event can come
+        begun = self._seen is not None
         try:
-            submitted = await self.client.submit(named, idempotency_key=named.task_id)
-            async with self.client.groups(task_id=submitted.task_id) as groups:
-                async for group in groups:
-                    return group
+            async with self._places:
+                submitted = await self.client.submit(named, idempotency_key=task_id)
+                if self._seen is None:
+                    status = await self._patiently(self.client.status)
+                    self._seen = status["journal"]["last_seq"] if self._seen is None else self._seen
+            # it may have ended before, as a task of an earlier run or in the moment since
+            waiter.missed = not (begun and submitted.created)
+            group = await self._finished(task_id, waiter)
+            return group.holding(await self._trajectories(group))
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(CANCEL_S, shield=True), suppress(PolarnodeError):
-                await self.client.cancel(str(named.task_id))
+                async with self._places:
+                    await self.client.cancel(task_id)
             raise
-        raise SessionLost(f"the node has no result of task {named.task_id} any more: submit it again")
+        finally:
+            self._waiting.pop(task_id, None)
 
     async def session(self, spec: TaskSpec) -> Trajectory:
         """Run a task of one sample and return its trajectory. Raises SessionLost for a session without
@@ -268,7 +316,30 @@ class NodeRollouts:
             raise Refused(f"a session is one sample, not {spec.num_samples}: use group", path="$.num_samples")
         return only(await self.group(spec))
 
+    async def groups(self, specs: Sequence[TaskSpec]) -> list[Group]:
+        """Run tasks side by side and return their groups in order. If one fails, the others are cancelled and
+        its error is raised.
+        """
+        found: dict[int, Group] = {}
+        failed: list[PolarnodeError] = []
+
+        async def run(index: int, spec: TaskSpec) -> None:
+            try:
+                found[index] = await self.group(spec)
+            except PolarnodeError as error:
+                failed.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for index, spec in enumerate(specs):
+                tasks.start_soon(run, index, spec)
+        if failed:
+            raise failed[0]
+        return [found[index] for index in range(len(specs))]
+
     async def aclose(self) -> None:
+        if self._events is not None:
+            await self._events.aclose()
         await self.client.aclose()
 
     async def __aenter__(self) -> "NodeRollouts":
@@ -276,6 +347,134 @@ class NodeRollouts:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    # ── waiting ───────────────────────────────────────────────────────────────
+
+    async def _finished(self, task_id: str, waiter: _Waiter) -> Group:
+        """The group of a task, without trajectories."""
+        while waiter.group is None:
+            if waiter.failed is not None:
+                raise waiter.failed
+            if waiter.missed:
+                waiter.missed = False  # first: its event may come meanwhile
+                waiter.group = await self._look(task_id) or waiter.group
+            elif self._reading:
+                await self._idle(waiter)
+            else:
+                self._reading = True
+                try:
+                    await self._read_until(waiter)
+                finally:
+                    self._reading = False
+                    self._hand_over()
+        return waiter.group
+
+    async def _idle(self, waiter: _Waiter) -> None:
+        waiter.idle, waiter.woken = True, anyio.Event()
+        try:
+            await waiter.woken.wait()
+        except BaseException:  # cancelled, perhaps in the moment in which it was its turn to read
+            waiter.idle = False
+            self._hand_over()
+            raise
+        waiter.idle = False
+
+    def _hand_over(self) -> None:
+        """Let another caller read, if nobody does."""
+        if not self._reading:
+            for waiter in self._waiting.values():
+                if waiter.idle and not waiter.over:
+                    waiter.wake()
+                    break
+
+    async def _read_until(self, waiter: _Waiter) -> None:
+        """Read events for everybody, until this task is over or may have been missed."""
+        while not waiter.over:
+            if self._events is None:
+                self._events = self.client.trajectories(after=self._seen, kinds=("group",), follow=True)
+            try:
+                event = await anext(self._events)
+            except PolarnodeError as error:
+                self._events = None  # the next reader begins where this one ended
+                for each in self._waiting.values():
+                    each.failed = error
+                    each.wake()
+            else:
+                self._seen = event.seq
+                self._pass_on(event)
+
+    def _pass_on(self, event: Event) -> None:
+        """Give an event to whom it is for."""
+        group, unreadable = event.group, event.unreadable
+        if event.kind == "gap":
+            for waiter in self._waiting.values():
+                waiter.missed = True
+                waiter.wake()
+        elif group is not None and group.task_id in self._waiting:
+            waiter = self._waiting[group.task_id]
+            waiter.group = group
+            waiter.wake()
+        elif unreadable is not None and unreadable.task_id in self._waiting:
+            waiter = self._waiting[unreadable.task_id]
+            waiter.failed = SessionLost(
+                f"the node cannot give the group of task {unreadable.task_id}: {unreadable.reason}"
+            )
+            waiter.wake()
+
+    async def _look(self, task_id: str) -> Group | None:
+        """The group of a task that has ended; None for one in progress."""
+        async with self._places:
+            try:
+                status = await self._patiently(lambda: self.client.task_status(task_id))
+            except ClientError as error:
+                if error.status == 404:
+                    raise SessionLost(
+                        f"the node does not know task {task_id} any more: submit it again"
+                    ) from None
+                raise
+            if not status.finished:
+                return None
+            async with self.client.groups(task_id=task_id) as groups:
+                async for group in groups:
+                    return group
+        raise SessionLost(f"the node has no result of task {task_id} any more: submit it again")
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """An answer, for which a node that is away or full is asked again."""
+        patience = Patience(self.settings.patience_s, time.monotonic)
+        while True:
+            try:
+                return await ask()
+            except (ClientError, Unreachable) as error:
+                await anyio.sleep(patience.pause(error))
+
+    async def _trajectories(self, group: Group) -> list[Trajectory]:
+        """Those that the node can give: a damaged or pruned one is left out, as in `client.groups`."""
+        found: list[Trajectory] = []
+        for member in group.members:
+            try:
+                async with self._places:
+                    found.append(await self.client.trajectory(member.session_id))  # patient itself
+            except ClientError as error:
+                if error.status not in ABSENT:
+                    raise
+        return found
+
+
+# one for each node and event loop: trainers make a new agent loop or workflow for each sample or step
+_SHARED: Final = RunVar[dict[tuple[Any, ...], NodeRollouts]]("polarnode_rollouts")
+
+
+def shared_rollouts(settings: PluginSettings) -> NodeRollouts:
+    """The NodeRollouts of this event loop for a node, made when it is first asked for."""
+    shared = _SHARED.get(None)
+    if shared is None:
+        shared = {}
+        _SHARED.set(shared)
+    node = (settings.url, settings.token, settings.patience_s, settings.run)
+    if node not in shared:
+        shared[node] = NodeRollouts(settings)
+    return shared[node]
 
 
 def only(group: Group) -> Trajectory:
@@ -290,8 +489,8 @@ def only(group: Group) -> Trajectory:
 
 
 def rollout_groups(settings: PluginSettings, specs: Sequence[TaskSpec]) -> list[Group]:
-    """Run tasks side by side and return their groups in order, for a trainer without an event loop. If one
-    fails or the caller is interrupted, the others are cancelled and the error is raised.
+    """`NodeRollouts.groups` for a trainer without an event loop. If the caller is interrupted, the tasks are
+    cancelled.
     """
     # in a thread of its own: the caller may be inside an event loop, as in a notebook
     with anyio.from_thread.start_blocking_portal() as portal:
@@ -299,25 +498,9 @@ def rollout_groups(settings: PluginSettings, specs: Sequence[TaskSpec]) -> list[
 
 
 async def _groups(settings: PluginSettings, specs: Sequence[TaskSpec]) -> list[Group]:
-    groups: dict[int, Group] = {}
-    failed: list[PolarnodeError] = []
-    places = anyio.CapacityLimiter(AT_ONCE)
-
-    async def run(index: int, spec: TaskSpec) -> None:
-        try:
-            async with places:
-                groups[index] = await rollouts.group(spec)
-        except PolarnodeError as error:
-            failed.append(error)
-            tasks.cancel_scope.cancel()
-
-    async with NodeRollouts(settings) as rollouts, anyio.create_task_group() as tasks:
-        for index, spec in enumerate(specs):
-            tasks.start_soon(run, index, spec)
-    if failed:
-        raise failed[0]
-    return [groups[index] for index in range(len(specs))]
+    async with NodeRollouts(settings) as rollouts:
+        return await rollouts.groups(specs)
 
 
-def _named(spec: TaskSpec, run: str) -> TaskSpec:
-    return evolve(spec, task_id=f"{run}-{token_hex(8)}")
+def new_task_id(settings: PluginSettings) -> str:
+    return f"{settings.run}-{token_hex(8)}"

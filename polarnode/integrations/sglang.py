@@ -30,7 +30,7 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.app import Extension
-from polarnode.api.openapi_shapes import Operation, Where
+from polarnode.api.openapi_shapes import Operation, Refusal, Where
 from polarnode.api.service import Service, answer_of, json_response
 from polarnode.core.codec.json import structure
 from polarnode.core.conversation import Json
@@ -565,7 +565,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         optional_body=body is not None,
         answer=_OBJECT,
         errors=(409, 413) if method == "POST" else (503,),
-        refusal=UpdateResult,
+        refusal=UpdateResult | Refusal,  # the node's own before a handler: no token, another origin
     )
     for methods, path, _, summary, body in _TABLE
     for method in methods.split()

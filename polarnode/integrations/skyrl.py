@@ -18,7 +18,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
-import anyio
 import anyio.to_thread
 import ray
 from skyrl.train.config import SkyRLTrainConfig
@@ -32,7 +31,7 @@ from skyrl.train.utils.utils import initialize_ray
 from polarnode.client import PolarnodeClient
 from polarnode.client.tensors import push_tensors
 from polarnode.core.conversation import Json
-from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
 from polarnode.groups import Group
 from polarnode.integrations.rollout_tasks import NodeRollouts, PluginSettings, plugin_settings, task_of
@@ -68,7 +67,8 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
         places: dict[str, list[int]] = {}
         for place, each in enumerate(ids):
             places.setdefault(each.instance_id, []).append(place)
-        groups = await self._groups([self._task(input_batch, each) for each in places.values()])
+        async with NodeRollouts(self.settings) as rollouts:
+            groups = await rollouts.groups([self._task(input_batch, each) for each in places.values()])
         outputs = [
             self._output(group, [(ids[place].instance_id, ids[place].repetition_id) for place in each])
             for group, each in zip(groups, places.values(), strict=True)
@@ -86,25 +86,6 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
             group_id=str(input_batch["trajectory_ids"][first].instance_id),
             sampling={name: params[name] for name in SAMPLING if params.get(name) is not None},
         )
-
-    async def _groups(self, specs: list[TaskSpec]) -> list[Group]:
-        """The finished groups, in order. The first error ends the other tasks."""
-        found: dict[int, Group] = {}
-        errors: list[PolarnodeError] = []
-
-        async def run(index: int, spec: TaskSpec) -> None:
-            try:
-                found[index] = await rollouts.group(spec)
-            except PolarnodeError as error:
-                errors.append(error)
-                tasks.cancel_scope.cancel()
-
-        async with NodeRollouts(self.settings) as rollouts, anyio.create_task_group() as tasks:
-            for index, spec in enumerate(specs):
-                tasks.start_soon(run, index, spec)
-        if errors:
-            raise errors[0]
-        return [found[index] for index in range(len(specs))]
 
     def _output(self, group: Group, ids: list[tuple[str, int]]) -> dict[str, Any]:
         usable = {each.session_id: each for each in group.usable}

@@ -24,7 +24,6 @@ from importlib import import_module
 from statistics import fmean, stdev
 from typing import Any, Final
 
-import anyio
 import anyio.from_thread
 from attrs import define, evolve, field, frozen
 
@@ -32,7 +31,6 @@ from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.groups import Group
 from polarnode.integrations.rollout_tasks import (
-    AT_ONCE,
     UNCUT,
     NodeRollouts,
     PluginSettings,
@@ -123,7 +121,6 @@ class _InProgress:
     settings: PluginSettings
     portal: Any  # anyio's: an event loop in a thread of its own
     rollouts: NodeRollouts
-    places: anyio.CapacityLimiter
     running: dict["Future[Group]", _Prompt] = field(factory=dict)
 
     def collect(self, args: Any, data_source: Any) -> Any:
@@ -156,11 +153,7 @@ class _InProgress:
         )
 
     def _begin(self, prompt: _Prompt) -> None:
-        self.running[self.portal.start_task_soon(self._group, prompt.spec)] = prompt
-
-    async def _group(self, spec: TaskSpec) -> Group:
-        async with self.places:
-            return await self.rollouts.group(spec)
+        self.running[self.portal.start_task_soon(self.rollouts.group, prompt.spec)] = prompt
 
     def _ended(
         self, args: Any, future: "Future[Group]", prompt: _Prompt, counts: "_Counts"
@@ -245,9 +238,7 @@ def _opened() -> _InProgress:
     settings = plugin_settings()
     stack = ExitStack()
     portal = stack.enter_context(anyio.from_thread.start_blocking_portal())
-    opened = _InProgress(
-        settings, portal, portal.call(NodeRollouts, settings), portal.call(anyio.CapacityLimiter, AT_ONCE)
-    )
+    opened = _InProgress(settings, portal, portal.call(NodeRollouts, settings))
     stack.callback(opened.close)
     atexit.register(stack.close)
     return opened

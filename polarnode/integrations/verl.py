@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from secrets import token_hex
 from typing import Any, Final
 
-from anyio.lowlevel import RunVar
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.base import BaseRollout
@@ -27,11 +26,11 @@ from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.integrations.rollout_tasks import (
     ENVIRONMENT,
-    NodeRollouts,
     PluginSettings,
     SessionLost,
     only,
     plugin_settings,
+    shared_rollouts,
     task_of,
 )
 from polarnode.trainers.rows import version_number
@@ -44,9 +43,6 @@ WEIGHTS: Final = ("folder", "transport", "mode", "address", "port")
 # A name of this process's launch: a version names one set of weights for ever, and a run that is started
 # again makes other weights of the same step.
 LAUNCH: Final = token_hex(3)
-
-# one client for each event loop: verl makes an agent loop for each sample, and connections are kept
-_OPEN: Final = RunVar[dict[tuple[Any, ...], NodeRollouts]]("polarnode_rollouts")
 
 
 # ── settings ──────────────────────────────────────────────────────────────────
@@ -115,7 +111,7 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
             group_id=None if kwargs.get("uid") is None else str(kwargs["uid"]),
             sampling=_sampling(sampling_params),
         )
-        group = await _rollouts(self.settings).group(spec)
+        group = await shared_rollouts(self.settings).group(spec)
         trajectory, [member] = only(group), group.members
         if not member.usable:
             raise SessionLost(f"session {trajectory.session_id} is not usable: {member.why}")
@@ -160,17 +156,6 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Json]:
 def _counted(trajectory: Trajectory) -> bool:
     versions = {span.version for trace in trajectory.traces for span in trace.version_spans}
     return all(version.rpartition("-")[2].isdecimal() for version in versions)
-
-
-def _rollouts(settings: PluginSettings) -> NodeRollouts:
-    opened = _OPEN.get(None)
-    if opened is None:
-        opened = {}
-        _OPEN.set(opened)
-    key = (settings.url, settings.token, settings.patience_s)
-    if key not in opened:
-        opened[key] = NodeRollouts(settings)
-    return opened[key]
 
 
 # ── weights ───────────────────────────────────────────────────────────────────

@@ -1,18 +1,21 @@
 """What the trainers' plug-ins share: settings, the task of a dataset's row, and waiting for its group."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 from client_kit import Node, open_client, open_node
 from journal_samples import make_spec
 
-from polarnode.client import ClientError
+from polarnode.client import ClientError, Event, Unreachable
 from polarnode.core.errors import Refused
+from polarnode.groups import Group
 from polarnode.integrations.rollout_tasks import (
     NodeRollouts,
     PluginSettings,
@@ -203,6 +206,112 @@ def test_one_refused_task_ends_the_others(node: Node) -> None:
         rollout_groups(settings_of(node), [first, second])
     assert refused.value.status == 409
     assert "t" not in node.plane.service.live
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_more_tasks_than_a_node_serves_streams(tmp_path: Path, backend: str) -> None:
+    """A trainer that submits each sample has thousands in progress. They end in another order, and whoever
+    reads for the others is cancelled again and again.
+    """
+    names = [f"t{number}" for number in range(60)]
+
+    async def main(node: Node) -> None:
+        ended: dict[str, Group] = {}
+        scopes = {name: anyio.CancelScope() for name in names}
+
+        async def run(rollouts: NodeRollouts, name: str) -> None:
+            with scopes[name]:
+                ended[name] = await rollouts.group(make_spec(task_id=name, num_samples=1))
+
+        async with NodeRollouts(settings_of(node)) as rollouts, anyio.create_task_group() as tasks:
+            for name in names:
+                tasks.start_soon(run, rollouts, name)
+            for name in names:
+                await accepted(rollouts, name)
+            for name in names[:20]:  # the first of them reads
+                scopes[name].cancel()
+                await anyio.lowlevel.checkpoint()
+            for name in reversed(names[20:]):
+                await anyio.to_thread.run_sync(lambda name=name: node.publish(f"{name}-0", task_id=name))
+        assert sorted(ended) == sorted(names[20:])
+        assert all([one.task_id for one in ended[name].trajectories] == [name] for name in ended)
+        assert node.plane.service.live == set(names[20:]), "the cancelled ones are cancelled on the node"
+
+    with open_node(tmp_path / "journal.sqlite", connections=24) as node:  # 18 of them streams
+        anyio.run(main, node, backend=backend)
+
+
+def test_a_task_that_ended_long_ago_is_found(node: Node) -> None:
+    spec = make_spec(task_id="old", num_samples=1)
+
+    async def main() -> None:
+        async with NodeRollouts(settings_of(node)) as rollouts:
+            await rollouts.client.submit(spec, idempotency_key="old")
+            await anyio.to_thread.run_sync(lambda: node.publish("old-0", task_id="old"))
+            for _ in range(2):
+                assert (await rollouts.group(spec)).task_id == "old"
+
+    anyio.run(main)
+
+
+def test_a_node_that_dies_fails_all_that_wait_once(tmp_path: Path) -> None:
+    """Not one after another, each with its own patience."""
+
+    async def main(node: Node, gone: Callable[[], None]) -> None:
+        settings = PluginSettings(url=node.url, token="secret", patience_s=1.0)
+        failed: list[str] = []
+
+        async def run(name: str) -> None:
+            try:
+                await rollouts.group(make_spec(task_id=name, num_samples=1))
+            except Unreachable:
+                failed.append(name)
+
+        async with NodeRollouts(settings) as rollouts:
+            with anyio.fail_after(20):
+                async with anyio.create_task_group() as tasks:
+                    for number in range(40):
+                        tasks.start_soon(run, f"t{number}")
+                    for number in range(40):
+                        await accepted(rollouts, f"t{number}")
+                    await anyio.to_thread.run_sync(gone)
+            assert len(failed) == 40
+
+    stack = ExitStack()
+    node = stack.enter_context(open_node(tmp_path / "journal.sqlite"))
+    with stack:
+        anyio.run(main, node, stack.close)
+
+
+class OnlyAGap:
+    """A stream in which the group's event is gone."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.read = 0
+
+    async def __anext__(self) -> Event:
+        self.read += 1
+        if self.read > 1:
+            await anyio.sleep_forever()
+        await anyio.to_thread.run_sync(lambda: self.node.publish("t-0"))
+        return Event(seq=99, kind="gap", key="gap", data={"after": 1, "oldest": 99})
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_group_among_events_that_are_pruned_is_found(node: Node) -> None:
+    """Whoever waits asks for its own task."""
+
+    async def main() -> None:
+        rollouts = NodeRollouts(settings_of(node))
+        rollouts._events = OnlyAGap(node)  # type: ignore[assignment]
+        async with rollouts:
+            with anyio.fail_after(20):
+                assert (await rollouts.group(make_spec(task_id="t", num_samples=1))).task_id == "t"
+
+    anyio.run(main)
 
 
 async def accepted(rollouts: NodeRollouts, task_id: str) -> None:

@@ -136,9 +136,9 @@ class Node:
 
 
 @contextmanager
-def open_node(path: Path) -> Iterator[Node]:
+def open_node(path: Path, *, connections: int | None = None) -> Iterator[Node]:
     with here() as opened:
-        yield Node(opened, opened.open(open_plane(path)))
+        yield Node(opened, opened.open(open_plane(path, connections=connections)))
 
 
 def publish(journal: Journal, session_id: str, *, task_id: str = TASK, **more: Any) -> None:
