@@ -307,6 +307,9 @@ class NodeRollouts:
             raise
         finally:
             self._waiting.pop(task_id, None)
+            if not self._waiting and self._events is not None:  # a loop may end while nobody waits
+                events, self._events = self._events, None
+                await events.aclose()  # noqa: ASYNC102 - shielded and bounded in `_closed`
 
     async def session(self, spec: TaskSpec) -> Trajectory:
         """Run a task of one sample and return its trajectory. Raises SessionLost for a session without
@@ -338,8 +341,6 @@ class NodeRollouts:
         return [found[index] for index in range(len(specs))]
 
     async def aclose(self) -> None:
-        if self._events is not None:
-            await self._events.aclose()
         await self.client.aclose()
 
     async def __aenter__(self) -> "NodeRollouts":

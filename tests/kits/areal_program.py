@@ -153,11 +153,11 @@ class Client:
 
 
 class StandIn:
-    """A node for `NodeRollouts`, with the groups above."""
+    """A node for `shared_rollouts`, with the groups above."""
 
     tasks: list[Any] = []  # noqa: RUF012
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self) -> None:
         self.client = Client()
 
     async def group(self, spec: Any) -> Group:
@@ -228,7 +228,8 @@ def main() -> None:
     kind = of["utils.dynamic_import"].import_from_string("polarnode.integrations.areal.PolarnodeWorkflow")
     assert issubclass(kind, of["api.workflow_api"].RolloutWorkflow)
     plugin = importlib.import_module("polarnode.integrations.areal")
-    plugin.NodeRollouts = StandIn  # type: ignore[attr-defined]
+    node = StandIn()
+    plugin.shared_rollouts = lambda settings: node  # type: ignore[attr-defined]
     workflow = kind(task={"harness": {"name": "pi"}}, samples=4, temperature=0.5)
     refusals = []
     for wrong in ({"samples": 1}, {"samples": 2, "estimator": "mean"}, {"samples": 2, "adress": "x"}):

@@ -60,7 +60,7 @@ SESSIONS = {
 
 
 class StandIn:
-    """A node for `NodeRollouts`."""
+    """A node for `shared_rollouts`."""
 
     tasks: list[Any] = []  # noqa: RUF012
 
@@ -222,7 +222,7 @@ def main() -> None:
 
     import polarnode.integrations.prime_rl as plugin
 
-    plugin.NodeRollouts = StandIn  # type: ignore[assignment, misc]
+    plugin.shared_rollouts = StandIn  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         tasks = Path(folder, "tasks.jsonl")
         lines = [{"instruction": name} | ({"budgets": {"run_s": -1}} if name == "wrong" else {}) for name in TASKS]  # fmt: skip

@@ -86,7 +86,10 @@ def nodes(groups: dict[str, list[Trajectory]], specs: list[Any]) -> Any:
 
         async def __aexit__(self, *_: object) -> None: ...
 
-        async def group(self, spec: Any) -> Group:
+        async def groups(self, tasks: list[Any]) -> list[Group]:
+            return [self._group(each) for each in tasks]
+
+        def _group(self, spec: Any) -> Group:
             specs.append(spec)
             held = groups[spec.group_id]
             return judged(

@@ -321,7 +321,7 @@ def main() -> None:
     import polarnode.integrations.verl as plug
 
     queue, node = Queue(), Node(sessions())
-    plug._rollouts = lambda settings: node  # type: ignore[assignment]
+    plug.shared_rollouts = lambda settings: node  # type: ignore[assignment]
     errors = asyncio.run(rollouts(plug, queue, node))
     [spec, *_] = node.specs
     said = {
@@ -353,7 +353,7 @@ async def unknown_versions(plug: Any) -> dict[str, Any]:
     for mode in ("sync", "colocate_async"):
         CONFIG["trainer"]["v1"]["trainer_mode"] = mode
         queue, node = Queue(), Node([versions(one_row(), "unknown")])
-        plug._rollouts = lambda settings, node=node: node
+        plug.shared_rollouts = lambda settings, node=node: node
         try:
             await rollouts(plug, queue, node)
             found[mode] = [tag["max_global_steps"] for tag in queue.tags.values()]
