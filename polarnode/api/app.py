@@ -118,11 +118,13 @@ def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, to
     left out.
     """
     asked, given = Schemas(strict=True, suffix="Request"), Schemas(strict=False, known=JSON_SCHEMAS)
+    loose = Schemas(strict=False, suffix="OpenRequest")
     paths: dict[str, Any] = {}
     for where in filter(operations.__contains__, rows):
         method, path = where
         item = paths.setdefault(_braced(path), {})
-        item[method.lower()] = _operation(where, operations[where], asked, given, token=token)
+        op = operations[where]
+        item[method.lower()] = _operation(where, op, loose if op.open_body else asked, given, token=token)
     schemes: Schema = {"token": {"type": "http", "scheme": "bearer"}} if token else {}
     return {
         "openapi": "3.1.0",
@@ -132,7 +134,7 @@ def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, to
             "description": "The control plane of a node: described in docs/api.md.",
         },
         "paths": paths,
-        "components": {"schemas": {**asked.named, **given.named}, "securitySchemes": schemes},
+        "components": {"schemas": {**asked.named, **loose.named, **given.named}, "securitySchemes": schemes},
     }
 
 

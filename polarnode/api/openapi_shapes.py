@@ -155,6 +155,7 @@ class Operation:
     headers: tuple[str, ...] = ()
     body: Any = None
     optional_body: bool = False
+    open_body: bool = False  # fields of the body that are unknown are ignored, not refused
     status: int = 200
     again: int | None = None
     answer: Any = None

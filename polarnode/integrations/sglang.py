@@ -563,6 +563,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         tag="sglang",
         body=body,
         optional_body=body is not None,
+        open_body=True,
         answer=_OBJECT,
         errors=(409, 413) if method == "POST" else (503,),
         refusal=UpdateResult | Refusal,  # the node's own before a handler: no token, another origin
