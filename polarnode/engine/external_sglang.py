@@ -10,8 +10,9 @@ weights, and so is what a disk update left under the old label.
 """
 
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -224,6 +225,9 @@ def refusal(status: int, content: bytes) -> tuple[str, bool]:
     return f"HTTP {status}: {text[:REASON_CHARS]}", status >= 500 or status in (408, 429)
 
 
+Take = Callable[[Mapping[str, Any]], Awaitable[None]]  # one event of an answer's stream
+
+
 @define(eq=False)
 class HttpApi:
     """Requests to a server of the kind that `kind` names."""
@@ -271,6 +275,34 @@ class HttpApi:
             yield
         except httpx2.HTTPError as error:
             raise Unreachable(f"{self._url}: {str(error) or type(error).__name__}") from error
+
+    async def stream_answer(
+        self, path: str, content: bytes, answer: AnswerReader, send: Send, take: Take
+    ) -> None:
+        """Sample: give each event of the response to `take`, until the answer is over. Raises
+        Unreachable where the stream ends before.
+        """
+        with self.errors(), trio.CancelScope() as enough:
+            async with self.client.stream("POST", path, content=content) as response:
+                if response.status_code == 200:
+                    await _read(response, answer, take, enough)
+                else:
+                    send(answer.fail(*refusal(response.status_code, await response.aread())))
+        if not answer.over:
+            raise Unreachable(f"{self._url} ended the stream of an answer early")
+
+
+async def _read(
+    response: httpx2.Response, answer: AnswerReader, take: Take, enough: trio.CancelScope
+) -> None:
+    reader = EventReader()
+    async for part in response.aiter_raw():
+        for event in reader.feed(part):
+            await take(event)
+            if answer.over:
+                # leaving without an error closes the generators inside the response properly
+                enough.cancel()
+                break
 
 
 # ── server ────────────────────────────────────────────────────────────────────
@@ -433,30 +465,11 @@ class SglangServer(HttpApi):
             return
         answer = AnswerReader(order, self.versions, self.wanted)
         body = generate_body(order, deterministic=bool(self._facts.get("enable_deterministic_inference")))
-        with self.errors(), trio.CancelScope() as enough:
-            async with self.client.stream("POST", "generate", content=body) as response:
-                if response.status_code == 200:
-                    await self._read(answer, response, send, enough)
-                else:
-                    send(answer.fail(*refusal(response.status_code, await response.aread())))
+        await self.stream_answer("generate", body, answer, send, partial(self._take, answer, send))
         if answer.failed:
             await self.abort(order.rid)
-        elif not answer.over:
-            raise Unreachable(f"{self._url} ended the stream of an answer early")
 
-    async def _read(
-        self, answer: AnswerReader, response: httpx2.Response, send: Send, enough: trio.CancelScope
-    ) -> None:
-        reader = EventReader()
-        async for part in response.aiter_raw():
-            for event in reader.feed(part):
-                await self._take(answer, event, send)
-                if answer.over:
-                    # leaving without an error closes the generators inside the response properly
-                    enough.cancel()
-                    break
-
-    async def _take(self, answer: AnswerReader, event: Mapping[str, Any], send: Send) -> None:
+    async def _take(self, answer: AnswerReader, send: Send, event: Mapping[str, Any]) -> None:
         label = _label(event)
         if label is not None and label != self.versions.label and label not in answer.labels:
             answer.labels.add(label)  # chunks of the weights before may still be on their way: look once

@@ -13,12 +13,11 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import httpx2
 import orjson
-import trio
 from attrs import define, evolve, field
 
 from polarnode.core.trajectory import UNKNOWN_VERSION
@@ -30,11 +29,9 @@ from polarnode.engine.external_sglang import (
     PAUSE_S,
     PROBE_S,
     AnswerReader,
-    EventReader,
     HttpApi,
     Missing,
     SglangServer,
-    refusal,
 )
 from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready
 
@@ -244,29 +241,12 @@ class VllmServer(HttpApi):
             send(Failed(rid=order.rid, message=f"{self._url}: {error}", retryable=False))
             return
         answer = AnswerReader(order, self.versions, self.wanted)
-        with self.errors(), trio.CancelScope() as enough:
-            async with self.client.stream("POST", GENERATE, content=orjson.dumps(body)) as response:
-                if response.status_code == 200:
-                    await self._read(answer, response, send, enough)
-                else:
-                    send(answer.fail(*refusal(response.status_code, await response.aread())))
+        take = partial(self._take, answer, send)
+        await self.stream_answer(GENERATE, orjson.dumps(body), answer, send, take)
         if answer.failed:
             await self.abort(order.rid)
-        elif not answer.over:
-            raise Unreachable(f"{self._url} ended the stream of an answer early")
 
-    async def _read(
-        self, answer: AnswerReader, response: httpx2.Response, send: Send, enough: trio.CancelScope
-    ) -> None:
-        reader = EventReader()
-        async for part in response.aiter_raw():
-            for chunk in reader.feed(part):
-                await self._take(answer, chunk, send)
-                if answer.over:
-                    enough.cancel()
-                    break
-
-    async def _take(self, answer: AnswerReader, chunk: Mapping[str, Any], send: Send) -> None:
+    async def _take(self, answer: AnswerReader, send: Send, chunk: Mapping[str, Any]) -> None:
         try:
             event = event_of(chunk, before=answer.sent, top_logprobs=answer.order.top_logprobs)
         except (KeyError, TypeError, ValueError, IndexError) as error:
