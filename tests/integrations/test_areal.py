@@ -2,16 +2,11 @@
 its own group, and its actor trains what the workflow gives (tests/kits/areal_program.py).
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from plugin_kit import run_program
 
-PROGRAM = Path(__file__).parents[1] / "kits" / "areal_program.py"
 # of the sessions that are usable, in the program's order: row by row the trained tokens
 ONE = [[20, 21, 22, 23, 24], [20, 21], [40], [20, 21, 22, 23], [24, 25, 26]]
 TWO = [[20, 21], *([30 + turn, 40 + turn, 50 + turn] for turn in range(1, 5)), [20, 21], [40]]
@@ -19,15 +14,7 @@ TWO = [[20, 21], *([30 + turn, 40 + turn, 50 + turn] for turn in range(1, 5)), [
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    done = subprocess.run(
-        [sys.executable, PROGRAM],
-        capture_output=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    return json.loads(done.stdout)
+    return run_program("areal_program.py")
 
 
 def test_a_row_is_one_task_with_the_trainers_sampling(found: Any) -> None:

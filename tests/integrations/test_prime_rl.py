@@ -4,30 +4,19 @@ prime-rl 559b44772's (src/prime_rl/utils/client.py, src/prime_rl/transports/weig
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-PROGRAM = Path(__file__).parents[1] / "kits" / "prime_rl_program.py"
+from plugin_kit import run_program
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
     installed = Path(sys.prefix, "oracles", "verifiers").is_dir()
     assert installed, "verifiers is not in .venv/oracles: run tools/setup.sh test"
-    done = subprocess.run(
-        [sys.executable, PROGRAM],
-        capture_output=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    return json.loads(done.stdout)
+    return run_program("prime_rl_program.py")
 
 
 def rows(episode: Any) -> list[list[int]]:

@@ -1,25 +1,15 @@
 """SkyRL's plug-in, run in SkyRL 0.3.0's own classes and functions (skyrl_program.py)."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-PROGRAM = Path(__file__).parents[1] / "kits" / "skyrl_program.py"
+from plugin_kit import run_program
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("skyrl") / "weights"
-    ended = subprocess.run(
-        [sys.executable, PROGRAM, folder], capture_output=True, check=False, env=os.environ | {"PYTHONWARNINGS": "ignore"}
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr.decode()[-4000:]
-    found: dict[str, Any] = json.loads(ended.stdout)
+    found: dict[str, Any] = run_program("skyrl_program.py", folder)
     return found
 
 

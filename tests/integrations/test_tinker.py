@@ -1,35 +1,22 @@
 """The Tinker loop: with tinker's own types, the real loss, and weights that are served or are not."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plugin_kit import run_program
 
 import polarnode
 from polarnode.core.errors import Refused
 from polarnode.integrations.rollout_tasks import PluginSettings
 from polarnode.integrations.tinker import train
 
-KITS = Path(__file__).parents[1] / "kits"
 TINY = Path(polarnode.__file__).parent / "models" / "tiny"
 
 
 @pytest.fixture(scope="module")
 def looped() -> Any:
-    done = subprocess.run(
-        [sys.executable, KITS / "tinker_program.py"],
-        input=json.dumps({"model": str(TINY)}).encode(),
-        capture_output=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    return json.loads(done.stdout)
+    return run_program("tinker_program.py", stdin={"model": str(TINY)})
 
 
 def test_the_next_sessions_come_from_the_weights_of_the_step_before(looped: Any) -> None:

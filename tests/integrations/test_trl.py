@@ -2,8 +2,6 @@
 GRPO trainers with it.
 """
 
-import json
-import os
 import subprocess
 import sys
 from concurrent.futures import wait
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plugin_kit import run_program
 
 import polarnode
 from polarnode.core.errors import Refused
@@ -19,7 +18,6 @@ from polarnode.integrations import trl as plugin
 from polarnode.integrations.rollout_tasks import PluginSettings
 from polarnode.integrations.trl import NodeWorker, PolarnodeRollout, PushWeights, node_reward
 
-KITS = Path(__file__).parents[1] / "kits"
 TINY = Path(polarnode.__file__).parent / "models" / "tiny"
 TASK = {"harness": {"name": "pi"}}
 WORST = "sampling/sampling_logp_difference/max"
@@ -28,16 +26,7 @@ WORST = "sampling/sampling_logp_difference/max"
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """What the trainers themselves did, in a program of their own."""
-    done = subprocess.run(
-        [sys.executable, KITS / "trl_plugin_program.py"],
-        input=json.dumps({"model": str(TINY)}).encode(),
-        capture_output=True,
-        check=False,
-        timeout=120,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    return json.loads(done.stdout)
+    return run_program("trl_plugin_program.py", stdin={"model": str(TINY)})
 
 
 # ── GRPOTrainer ───────────────────────────────────────────────────────────────

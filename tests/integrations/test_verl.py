@@ -1,29 +1,19 @@
 """verl's plug-in, run in verl 0.9.1's own classes and functions (verl_program.py)."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from plugin_kit import run_program
 from trainers_kit import one_row, two_rows
 from verl_program import ROW, versions
 
 from polarnode.trainers import verl
 
-PROGRAM = Path(__file__).parents[1] / "kits" / "verl_program.py"
-
 
 @pytest.fixture(scope="module")
 def made() -> dict[str, Any]:
     """What came of a prompt whose sessions had one row, two, slices, none but a reward, and none at all."""
-    ended = subprocess.run(
-        [sys.executable, PROGRAM], capture_output=True, check=False, env=os.environ | {"PYTHONWARNINGS": "ignore"}
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr.decode()[-4000:]
-    found: dict[str, Any] = json.loads(ended.stdout)
+    found: dict[str, Any] = run_program("verl_program.py")
     return found
 
 
