@@ -56,12 +56,16 @@ class Gateway:
 
 
 @asynccontextmanager
-async def open_gateway(simulation: dict[str, Any], *, doors: int, sessions: int) -> AsyncIterator[Gateway]:
+async def open_gateway(
+    simulation: dict[str, Any], *, doors: int, sessions: int, captures: dict[str, str] | None = None
+) -> AsyncIterator[Gateway]:
+    """With the files of a certificate, `captures`, its doors are a captures' endpoint for other machines."""
     node, beside = cores()
     settings = {
         "simulation": simulation,
         "doors": doors,
         "sessions": sessions,
+        "captures": captures,
         "core": [node],
         "beside": [beside],
     }

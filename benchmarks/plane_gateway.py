@@ -27,9 +27,9 @@ from polarnode.engine.engines import open_engines
 from polarnode.engine.protocol import Marks, Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.gateway.call import Model
-from polarnode.gateway.endpoint import ModelPlane
+from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.http.server import Address, open_server
+from polarnode.http.server import CAPTURE_CONNECTIONS, Address, Certificate, open_server
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.merge.lineage import Lineages
 from polarnode.node.config import TINY_MODEL
@@ -126,7 +126,7 @@ async def main(settings: dict[str, Any]) -> None:
             plane = ModelPlane(sessions=sessions(settings["sessions"], figures), model=served(model, engines))
             # beside the load: what is measured is the node's own core
             os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, settings["beside"])
-            async with doors(plane, settings["doors"]) as ports:
+            async with doors(plane, settings["doors"], settings["captures"]) as ports:
                 with rare_collections():
                     await answer(figures, {"ports": ports, "pid": os.getpid()}, folder / "journal")
 
@@ -173,14 +173,17 @@ def served(model: LoadedModel, engines: Any) -> Model:
 
 
 @asynccontextmanager
-async def doors(plane: ModelPlane, count: int) -> AsyncIterator[list[int]]:
-    """The ports of so many servers of one plane."""
+async def doors(plane: ModelPlane, count: int, captures: dict[str, str] | None) -> AsyncIterator[list[int]]:
+    """The ports of so many servers of one plane; with a certificate, as captures' endpoints."""
     async with AsyncExitStack() as stack:
-        app = plane.app_for(None)
-        yield [
-            (await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))).port
+        certificate = None if captures is None else Certificate(**captures)
+        app = plane.app_for(None) if captures is None else CaptureEndpoint(plane, public=True)
+        where = Address(host="127.0.0.1", port=0)
+        opened = [
+            open_server(app, where, connections=CAPTURE_CONNECTIONS, certificate=certificate)
             for _ in range(count)
         ]
+        yield [(await stack.enter_async_context(each)).port for each in opened]
 
 
 def emit(figures: dict[str, Any]) -> None:

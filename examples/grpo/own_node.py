@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,14 +22,30 @@ POLL_S = 0.2
 
 
 @contextmanager
-def own_node(folder: Path, *, run_limit: int, model: Path | None = None) -> Iterator[PolarnodeClient]:
-    """A node that serves until the end of the block; what it log is in `folder`/node.txt."""
+def own_node(
+    folder: Path,
+    *,
+    run_limit: int,
+    model: Path | None = None,
+    teachers: Mapping[str, Path] | None = None,
+    lora_rank: int = 0,
+) -> Iterator[PolarnodeClient]:
+    """A node that serves until the end of the block; what it logs is in `folder`/node.txt. `teachers`:
+    checkpoints that score, by name. `lora_rank`: of the largest adapter that it takes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    tables = [
+        f'[teachers.{name}]\ncpu = true\nmodel = "{path.resolve()}"\n'
+        for name, path in (teachers or {}).items()
+    ]
+    (folder / "node.toml").write_text("".join([f"lora_rank = {lora_rank}\n", *tables]))
     port, token = free_port(), os.urandom(16).hex()
     command = [
         sys.executable,
         "-m",
         "polarnode.cli",
+        "--config",
+        str(folder / "node.toml"),
         "--cpu",
         "--port",
         str(port),

@@ -1,11 +1,12 @@
 """Train without a node: find a recipe in minutes, with sessions at a hundredth of a harness's cost.
 
     python -m examples.grpo.rehearsal --steps 12 --every 3 [--harness pi] [--lr 3e-5] [--final-lr 3e-2]
-    [--inner 4]
+    [--inner 4] [--save out/teacher]
+    python -m examples.grpo.rehearsal --teacher out/teacher
 
-Tasks, learner and loss are the loop's own. The prompt is the harness's, from a capture (`python -m
-examples.tiny_policy.capture`), and its tools are simulated. Its results are indications; they do not replace
-a run with the harness itself.
+Tasks, learner and loss are the loop's own; so is what a teacher's logprobs do. The prompt is the harness's,
+from a capture (`python -m examples.tiny_policy.capture`), and its tools are simulated. Its results are
+indications; they do not replace a run with the harness itself.
 """
 
 import argparse
@@ -13,17 +14,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from examples.grpo import tasks
-from examples.grpo.__main__ import PACKAGED, parsed, plan_of, recipe_of
+from examples.grpo.__main__ import PACKAGED, checkpoint, parsed, plan_of, recipe_of
 from examples.grpo.decoder import Decoder
 from examples.grpo.learner import Learner
-from examples.grpo.rows import Row
+from examples.grpo.rows import Row, batch, micro, shared
+from examples.grpo.train import reverse_kl
 from examples.tiny_policy.prompts import prompt
 from examples.tiny_policy.rollout import understand
 from examples.tiny_policy.tasks import Task
@@ -148,9 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--every", type=int, default=3, help="steps between looks at held-out tasks")
+    parser.add_argument("--save", type=Path, help="where the last weights go")
     given = parsed(arguments, parser)
     torch.set_num_threads(1)
     plan, learner = plan_of(given), Learner(PACKAGED, recipe_of(given))
+    teacher = None if given.teacher is None else Learner(checkpoint(given.teacher), learner.recipe)
     stage = Stage(learner, plan.harness, plan.seed)
     look(stage, 0, plan.evaluate, plan.kinds)
     for step in range(plan.steps):
@@ -158,16 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asked = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
         played = stage.play([task for task in asked for _ in range(plan.samples)])
         rewards = [reward for _, reward in played]
-        groups = [rewards[at : at + plan.samples] for at in range(0, len(rewards), plan.samples)]
-        advantages = [each for group in groups for each in advantages_of(group, plan.estimator)]
         weight = 1 / sum(row.trained for row, _ in played)
+        rows = [replace(row, weight=weight) for row, _ in played]
         rolled = time.monotonic()
-        done = learner.learn(
-            [
-                Row(row.ids, row.mask, row.logprobs, advantage, weight)
-                for (row, _), advantage in zip(played, advantages, strict=True)
-            ]
-        )
+        if teacher is None:
+            groups = [rewards[at : at + plan.samples] for at in range(0, len(rewards), plan.samples)]
+            advantages = [each for group in groups for each in advantages_of(group, plan.estimator)]
+            rows = [replace(row, advantage=one) for row, one in zip(rows, advantages, strict=True)]
+        else:
+            rows = taught(rows, teacher)
+        done = learner.learn(rows)
         spent = f"{rolled - began:.0f} s played, {time.monotonic() - rolled:.0f} s learned"
         print(
             f"step {step} reward {sum(rewards) / len(rewards):.3f} norm {done.norm:.2f} worst"
@@ -176,7 +180,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if (step + 1) % given.every == 0:
             look(stage, (step + 1) * len(played), plan.evaluate, plan.kinds)
+    if given.save is not None:
+        learner.save(given.save)
     return 0
+
+
+@torch.no_grad()
+def taught(rows: Sequence[Row], teacher: Learner) -> list[Row]:
+    """The rows with the teacher's logprob of each trained token less the recorded one as its advantage."""
+    found, at = [], shared(rows)
+    for few in micro(rows, teacher.recipe.micro):
+        given = batch(few, at)
+        gaps = torch.zeros(given.logprobs.shape)
+        gaps[:, 1:] = (teacher.own(given) - given.logprobs[:, 1:]) * given.mask[:, 1:]
+        for row, gap in zip(few, gaps, strict=True):
+            found.append(replace(row, advantage=[0.0] * at + gap[: len(row.ids) - at].tolist()))
+    print(f"reverse KL {reverse_kl(found):.4f} nats a token", flush=True)
+    return found
 
 
 def look(stage: Stage, sessions: int, count: int, kinds: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from polarnode.core.conversation import Message
 from polarnode.core.trajectory import Trace, Trajectory, Turn
-from polarnode.merge.transcript import tools_of
+from polarnode.merge.figures import tools_of
 from polarnode.tokens.rendering import messages_shape, tools_shape
 
 

@@ -14,18 +14,24 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Row:
     """One training sequence: `mask` where it was sampled and is trained, `logprobs` as recorded there (None:
-    not recorded), an advantage and a weight for each token of it.
+    not recorded), an advantage of the row, or one for each token, and a weight for each token of it.
     """
 
     ids: Sequence[int]
     mask: Sequence[int]
     logprobs: Sequence[float] | None
-    advantage: float = 0.0
+    advantage: float | Sequence[float] = 0.0
     weight: float = 1.0
 
     @property
     def trained(self) -> int:
         return sum(map(bool, self.mask))
+
+    @property
+    def teaches(self) -> bool:
+        """Whether a step on it changes anything."""
+        own = self.advantage
+        return bool(self.trained and (own if isinstance(own, int | float) else any(own)))
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,8 @@ def shared(rows: Sequence[Row]) -> int:
 def batch(rows: Sequence[Row], at: int) -> Batch:
     """Rows as tensors; the first `at` ids, which are those of all, once."""
     size = (len(rows), max(len(row.ids) for row in rows) - at)
-    ids, real, mask, logprobs = (
-        torch.zeros(size, dtype=kind) for kind in (torch.long, torch.long, torch.bool, torch.float32)
-    )
+    kinds = (torch.long, torch.long, torch.bool, torch.float32, torch.float32)
+    ids, real, mask, logprobs, advantages = (torch.zeros(size, dtype=kind) for kind in kinds)
     for place, row in enumerate(rows):
         width = len(row.ids) - at
         ids[place, :width] = torch.tensor(list(row.ids[at:]))
@@ -72,19 +77,10 @@ def batch(rows: Sequence[Row], at: int) -> Batch:
         logprobs[place, :width] = torch.tensor(
             list(row.logprobs[at:]) if row.logprobs is not None else [math.nan] * width
         )
-    advantages, weights = (
-        torch.tensor([row.advantage for row in rows]),
-        torch.tensor([row.weight for row in rows]),
-    )
-    return Batch(
-        torch.tensor([list(rows[0].ids[:at])], dtype=torch.long),
-        ids,
-        real,
-        mask,
-        logprobs,
-        advantages,
-        weights,
-    )
+        own = row.advantage
+        advantages[place, :width] = torch.tensor(own if isinstance(own, int | float) else list(own[at:]))
+    prompt = torch.tensor([list(rows[0].ids[:at])], dtype=torch.long)
+    return Batch(prompt, ids, real, mask, logprobs, advantages, torch.tensor([row.weight for row in rows]))
 
 
 def micro(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:

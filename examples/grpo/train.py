@@ -22,12 +22,14 @@ from polarnode.groups import Estimator, Group, rows_of
 
 # nats: on weights that sampled a token the trainer's own logprob is the recorded one, or something is wrong
 TRUTH = 1e-3
+ADAPTER = "grpo"  # the name by which tasks ask for the adapter that is trained
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is trained on. `overlap`: the next step's sessions run while this one is trained on, so they are
-    one version behind.
+    one version behind. `teacher`: the node's name of a model whose logprobs are learned from, instead of
+    rewards.
     """
 
     harness: str = "pi"
@@ -41,6 +43,7 @@ class Plan:
     builder: str = "prefix_merging"
     retokenise: bool = False
     overlap: bool = False
+    teacher: str = ""
     stop_at: float | None = None  # a mean reward over the last `window` steps that is enough
     window: int = 3
 
@@ -54,13 +57,17 @@ class Run:
     plan: Plan
     out: Path
     spec: Callable[..., dict[str, Any]] = tasks.spec
+    mark: str = ""  # before the names of tasks, which are unique on a node
     began: float = field(default_factory=time.monotonic)
     curve: list[float] = field(default_factory=list)
     _waiting: dict[str, Group] = field(default_factory=dict)
     _stream: Iterator[Group] | None = None
+    _served: str | None = None  # the adapter that tasks name, once the node has it
 
     def train(self) -> list[dict[str, Any]]:
         """Run all steps; returns the log record of each."""
+        if self.learner.adapter is not None:
+            self.push("0")
         lines, ahead = [], 1 if self.plan.overlap else 0
         names = {step: self.submit(step) for step in range(min(ahead, self.plan.steps))}
         for step in range(self.plan.steps):
@@ -88,6 +95,7 @@ class Run:
             "step": step,
             **summary(groups),
             **asdict(done),
+            **({"reverse_kl": reverse_kl(rows)} if self.plan.teacher else {}),
             "waited_s": came - asked,
             "learned_s": learned - came,
         }
@@ -120,9 +128,9 @@ class Run:
     def evaluate(self, title: str) -> dict[str, Any]:
         """How often held-out tasks succeed, at temperature 1, one session each."""
         asked = tasks.held_out(self.plan.evaluate, self.plan.kinds)
-        names = [f"{title}-{number}" for number in range(len(asked))]
+        names = [f"{self.mark}{title}-{number}" for number in range(len(asked))]
         for name, task in zip(names, asked, strict=True):
-            self.client.submit(self.spec(task, name=name, harness=self.plan.harness, samples=1))
+            self.client.submit(self.asked(task, name=name, harness=self.plan.harness, samples=1))
         groups = self.collect(names)
         by_kind = {
             kind: [group for group, task in zip(groups, asked, strict=True) if task.kind == kind]
@@ -134,15 +142,21 @@ class Run:
         }
         return self.log(title, line | {"seconds": time.monotonic() - self.began})
 
+    def asked(self, task: Task, **named: Any) -> dict[str, Any]:
+        """A task's TaskSpec; sampled by the adapter once there is one."""
+        spec = self.spec(task, **named)
+        return spec if self._served is None else {**spec, "adapter": self._served}
+
     def submit(self, step: int) -> list[str]:
         """Submit a step's tasks; returns their names."""
         plan = self.plan
         asked: list[Task] = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
-        names = [f"step-{step}-{number}" for number in range(len(asked))]
+        names = [f"{self.mark}step-{step}-{number}" for number in range(len(asked))]
         for name, task in zip(names, asked, strict=True):
-            self.client.submit(
-                self.spec(task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder)
+            spec = self.asked(
+                task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder
             )
+            self.client.submit({**spec, "carry": {"teacher": plan.teacher}} if plan.teacher else spec)
         return names
 
     def collect(self, names: Sequence[str]) -> list[Group]:
@@ -159,12 +173,18 @@ class Run:
         return [self._waiting.pop(name) for name in names]
 
     def rows(self, groups: Sequence[Group]) -> list[Row]:
-        """What is trained on: each trace as it came, or re-tokenized from its text."""
+        """What is trained on: each trace as it came, or re-tokenized from its text. With a teacher a token's
+        advantage is its teacher's logprob less the recorded one; a row that no teacher scored is left out.
+        """
         sessions = {each.session_id: each for group in groups for each in group.usable}
         found = []
         for row in rows_of(groups, estimator=self.plan.estimator):
             trace = row.trace
-            if self.plan.retokenise:
+            if self.plan.teacher:
+                if trace.teacher_logprobs is not None:
+                    own = (trace.token_ids, trace.loss_mask, trace.logprobs)
+                    found.append(Row(*own, row.teacher_advantages, row.weight))
+            elif self.plan.retokenise:
                 ids, mask = retold(trace, sessions[row.session_id], self.learner.tokenizer)
                 found.append(Row(ids, mask, None, row.advantage, row.weight))
             else:
@@ -174,7 +194,11 @@ class Run:
     def push(self, version: str) -> None:
         """Save, let the node serve it, and forget the checkpoint before it."""
         folder = self.learner.save(self.out / "weights" / version)
-        self.client.update_weights(version, path=folder.absolute(), mode="in_place")
+        if self.learner.adapter is None:
+            self.client.update_weights(version, path=folder.absolute(), mode="in_place")
+        else:
+            self.client.update_adapter(ADAPTER, f"{ADAPTER}-{version}", path=folder.absolute())
+            self._served = ADAPTER
         for old in (self.out / "weights").iterdir():
             if old != folder:
                 shutil.rmtree(old)
@@ -182,3 +206,11 @@ class Run:
     def log(self, kind: str, line: dict[str, Any]) -> dict[str, Any]:
         log(self.out / "log.jsonl", kind, line)
         return line
+
+
+def reverse_kl(rows: Sequence[Row]) -> float:
+    """Nats a trained token by which the policy finds its own tokens likelier than the teacher does: of tokens
+    that the policy sampled, an estimate of the divergence from the policy to the teacher.
+    """
+    tokens = sum(row.trained for row in rows)
+    return -sum(sum(row.advantage) for row in rows if not isinstance(row.advantage, float)) / max(1, tokens)

@@ -25,7 +25,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
-from polarnode.api.openapi_shapes import ENGINE, JSON, OPERATIONS, Operation, Where
+from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
 from polarnode.api.query import MOST_TASKS, PARQUET, Kind, read_query
 from polarnode.api.routes import Routes
 from polarnode.api.service import Service, Unauthorized, answer_error
@@ -74,7 +74,9 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
     "format": _one(
         "A trainer's format; parquet, of token rows, only for the export.", _enum((*FORMATS, PARQUET))
     ),
-    "kind": _one("sft: one conversation per line.", _enum(get_args(Kind))),
+    "kind": _one(
+        "sft: one conversation per line; rewards: one later reward per line.", _enum(get_args(Kind))
+    ),
     "limit": _one(
         "The most records returned.", {"type": "integer", "minimum": 1, "maximum": MOST_TASKS, "default": 100}
     ),
@@ -117,7 +119,8 @@ def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, to
     """The document of these routes. `token` is whether the routes need one. Routes without an operation are
     left out.
     """
-    asked, given = Schemas(strict=True, suffix="Request"), Schemas(strict=False, known=JSON_SCHEMAS)
+    asked = Schemas(strict=True, suffix="Request", known=JSON_SCHEMAS)
+    given = Schemas(strict=False, known=JSON_SCHEMAS)
     loose = Schemas(strict=False, suffix="OpenRequest")
     paths: dict[str, Any] = {}
     for where in filter(operations.__contains__, rows):
@@ -152,7 +155,9 @@ def _operation(where: Where, op: Operation, asked: Schemas, given: Schemas, *, t
         ],
         "responses": _responses(op, given, token=token and not op.open),
     }
-    if op.body is not None:
+    if op.body is bytes:
+        found["requestBody"] = {"required": True, "content": {BYTES: {}}}
+    elif op.body is not None:
         found["requestBody"] = {
             "required": not op.optional_body,
             "content": {JSON: {"schema": asked.of(op.body)}},
@@ -172,7 +177,7 @@ def _responses(op: Operation, given: Schemas, *, token: bool) -> Schema:
     if op.again is not None:
         found[str(op.again)] = {"description": "The same answer as before.", "content": content}
     refusal: Schema = {JSON: {"schema": given.of(op.refusal)}}
-    unread = [415] if op.body is not None else []
+    unread = [415] if op.body not in (None, bytes) else []
     for status in sorted({*_EVERY, *op.errors, *unread, *([401] if token else [])}):
         # /readyz has the same body in both
         body: Schema = {JSON: {"schema": shape}} if status == 503 and op.open else refusal

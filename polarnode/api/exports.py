@@ -40,8 +40,7 @@ from polarnode.journal.values import (
     TrajectoryEncoder,
     json_encoder,
 )
-from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, table
-from polarnode.offline.sft import sft_lines
+from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, sft_lines, table
 from polarnode.trainers import FORMATS, project
 
 # ── formats ────────────────────────────────────────────────────────────
@@ -127,6 +126,8 @@ def encoder_of(query: Query) -> TrajectoryEncoder:
 
 def export(journal: Journal, query: Query) -> Response:
     """Yield the body of GET /v1/export in the format that the query names."""
+    if query.kind == "rewards":
+        return _lines(journal, _alone(query), KEYS_ALONE)
     if query.kind == "sft":
         return _lines(journal, _alone(query), SFT)
     if query.format == PARQUET:
@@ -151,14 +152,14 @@ def _lines(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> Respon
 
 def _alone(query: Query) -> Query:
     if query.format is not None:
-        raise Refused("kind=sft is a shape of its own: leave format= out", path="?format")
+        raise Refused(f"kind={query.kind} is a shape of its own: leave format= out", path="?format")
     return query
 
 
 async def _finished(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[StoredEvent]:
-    """Every trajectory that was published before the export began, oldest first."""
+    """Every trajectory, or reward, that was published before the export began, oldest first."""
     seen, last = 0, journal.last_seq
-    filters = evolve(query.filters(), kinds=("trajectory",))
+    filters = evolve(query.filters(), kinds=("reward",) if query.kind == "rewards" else ("trajectory",))
     while seen < last:
         page = await journal.events(seen, filters=filters, encoder=encoder)
         for event in page.events:

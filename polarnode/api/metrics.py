@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from polarnode.api.callbacks import CallbackStatistics
 from polarnode.containers.pool import RuntimesStatistics
-from polarnode.core.weights import WeightsState
+from polarnode.core.weights import AdaptersState, WeightsState
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.support.concurrency import SemaphoreStatistics
 from polarnode.support.metrics import WAITS, LagStatistics, NodeCounters
@@ -49,6 +49,7 @@ class Figures:
     lag: LagStatistics = field(factory=LagStatistics)
     runtimes: RuntimesStatistics | None = None
     weights: WeightsState | None = None
+    adapters: AdaptersState | None = None
 
 
 def exposition(figures: Figures) -> bytes:
@@ -70,6 +71,8 @@ class _Once(Collector):
         yield from _of_callbacks(self.figures.callbacks)
         if self.figures.weights is not None:
             yield from _of_weights(self.figures.weights)
+        if self.figures.adapters is not None:
+            yield from _of_adapters(self.figures.adapters)
         if self.figures.runtimes is not None:
             yield from _of_runtimes(self.figures.runtimes)
 
@@ -195,6 +198,17 @@ def _of_weights(weights: WeightsState) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "polarnode_weight_update_seconds", "Duration of the last update.", weights.last_seconds or 0.0
     )
+
+
+def _of_adapters(state: AdaptersState) -> Iterator[Metric]:
+    adapters = GaugeMetricFamily("polarnode_adapters", "Adapters, by where they are.", labels=["place"])
+    found = Counter(
+        "engine" if each.loaded else "disk" if each.warning is None else "lost" for each in state.adapters
+    )
+    for place in ("engine", "disk", "lost"):
+        adapters.add_metric([place], found[place])
+    yield adapters
+    yield _single("polarnode_adapter_updates", "Updates of adapters.", state.updates)
 
 
 def _of_node(figures: Figures) -> Iterator[Metric]:

@@ -13,10 +13,27 @@ from polarnode.api.query import FILTERS
 from polarnode.api.routes import Ack
 from polarnode.core.codec.schema import Schema
 from polarnode.core.conversation import Json
-from polarnode.core.status import Consumers, SessionStatus, Submitted, TaskStatus
-from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
+from polarnode.core.status import (
+    Consumers,
+    EvaluationStatus,
+    ScoreAnswer,
+    ScoreRequest,
+    SessionStatus,
+    Submitted,
+    TaskStatus,
+)
+from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.core.weights import UpdateOpened, WeightsReport, WeightsState, WeightsStatus
+from polarnode.core.weights import (
+    AdapterReport,
+    AdaptersState,
+    AdapterState,
+    UpdateOpened,
+    WeightsReport,
+    WeightsState,
+    WeightsStatus,
+)
+from polarnode.engine.adapter_store import AdapterOrder
 from polarnode.engine.weight_values import (
     BroadcastBucket,
     GroupOrder,
@@ -137,13 +154,22 @@ class Refusal:
 # ── operations ────────────────────────────────────────────────────────────
 
 JSON: Final = "application/json"
+BYTES: Final = "application/octet-stream"
 Where = tuple[str, str]  # method and path, as in the route table
 
 
 @frozen(kw_only=True)
+class UpdateResult:
+    """SGLang's answer to an update, and to whatever fails."""
+
+    success: bool
+    message: str
+
+
+@frozen(kw_only=True)
 class Operation:
-    """One route. `body` and `answer` are types; None means no body, or an answer that is not JSON. `errors`
-    are the statuses besides those that every route may answer.
+    """One route. `body` and `answer` are types; None means no body, or an answer that is not JSON, `bytes` a
+    body that is not JSON. `errors` are the statuses besides those that every route may answer.
 
     `again` is the status of a repeated request, whose answer is the same. `own` are the URL parameters that
     `query` does not read.
@@ -306,6 +332,14 @@ class CaptureOver:
 _UPDATE: Final[Where] = ("POST", "/v1/weights/updates/<update_id>/commit")
 
 ENGINE: Final[Mapping[Where, Operation]] = {
+    ("POST", "/v1/score"): Operation(
+        summary="The logprobs of given rows, by the policy or a teacher.",
+        tag="score",
+        body=ScoreRequest,
+        query=("arrays",),
+        answer=ScoreAnswer,
+        errors=(413, 429, 503),
+    ),
     ("POST", "/v1/weights"): Operation(
         summary="Serve new weights, on every engine host as one version.",
         tag="weights",
@@ -356,6 +390,30 @@ ENGINE: Final[Mapping[Where, Operation]] = {
     ("DELETE", "/v1/weights/groups/<name>"): Operation(
         summary="Leave a process group.", tag="weights", answer=LeftGroupAnswer, errors=(404, 409, 503)
     ),
+    ("POST", "/v1/adapters"): Operation(
+        summary="Serve a version of an adapter, from a folder.",
+        tag="weights",
+        body=AdapterOrder,
+        status=201,
+        again=200,
+        answer=AdapterReport,
+        errors=(409, 413, 503, 507),
+    ),
+    ("GET", "/v1/adapters"): Operation(
+        summary="The adapters of the node.", tag="weights", answer=AdaptersState
+    ),
+    ("PUT", "/v1/adapters/<name>/versions/<version>"): Operation(
+        summary="Serve a version of an adapter, sent as a safetensors file.",
+        tag="weights",
+        body=bytes,
+        status=201,
+        again=200,
+        answer=AdapterReport,
+        errors=(409, 503, 507),
+    ),
+    ("DELETE", "/v1/adapters/<name>"): Operation(
+        summary="Forget an adapter.", tag="weights", answer=AdapterState, errors=(404, 409)
+    ),
     ("POST", "/v1/engine/pause"): Operation(
         summary="Pause generation.",
         tag="weights",
@@ -382,6 +440,18 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         optional_body=True,
         answer=WeightsState,
         errors=(409, 413, 503),
+    ),
+    ("POST", "/v1/evaluations"): Operation(
+        summary="Evaluate finished sessions again.",
+        headers=("Idempotency-Key",),
+        body=EvaluationSpec,
+        status=202,
+        answer=EvaluationStatus,
+        errors=(409, 413, 429, 507),
+        leads_to={"/evaluation_id": ("GET", "/v1/evaluations/<evaluation_id>")},
+    ),
+    ("GET", "/v1/evaluations/<evaluation_id>"): Operation(
+        summary="An evaluation, and what it gave each session.", answer=EvaluationStatus, errors=(404,)
     ),
     ("POST", "/v1/capture"): Operation(
         summary="Open a session whose harness you run yourself.",

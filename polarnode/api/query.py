@@ -16,7 +16,7 @@ from polarnode.journal.journal import check_consumer
 from polarnode.journal.values import USUAL_KINDS, EventKind, Filters
 from polarnode.trainers import FORMATS
 
-Kind = Literal["trajectories", "sft"]
+Kind = Literal["trajectories", "sft", "rewards"]
 PARQUET: Final = "parquet"
 
 

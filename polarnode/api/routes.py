@@ -17,14 +17,16 @@ from polarnode.api.query import FILTERS, Query, check_sequence_number, last_even
 from polarnode.api.service import NotFound, Service, json_response
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec.json import dump_json, plain, structure
-from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, task_json
-from polarnode.core.codec.trajectories import trajectory_json, turns_json
+from polarnode.core.codec.tasks import read_capture, read_capture_end, read_evaluation, read_task, task_json
+from polarnode.core.codec.trajectories import read_score, score_json, trajectory_json, turns_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict
-from polarnode.core.status import SessionRecord
+from polarnode.core.status import ScoreAnswer, SessionRecord
 from polarnode.core.trajectory import Trajectory
-from polarnode.core.weights import WeightsReport
+from polarnode.core.weights import AdapterReport, WeightsReport
+from polarnode.engine.adapter_store import AdapterOrder, AdapterStore
 from polarnode.engine.memory import EngineControl
+from polarnode.engine.scoring import Scoring
 from polarnode.engine.update import Make
 from polarnode.engine.weight_values import (
     BroadcastBucket,
@@ -41,6 +43,7 @@ from polarnode.journal.damage import encoded
 from polarnode.journal.journal import check_consumer
 from polarnode.journal.values import TaskRecord
 from polarnode.rollouts.captures import Captures
+from polarnode.rollouts.evaluations import Evaluations
 
 # ── routes ────────────────────────────────────────────────────────────
 
@@ -347,6 +350,58 @@ def ended_json(found: Trajectory) -> dict[str, Json]:
     }
 
 
+# ── evaluations ────────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class EvaluationRoutes:
+    """The handlers of evaluations of finished sessions."""
+
+    evaluations: Evaluations
+
+    def rows(self) -> Iterator[RouteRow]:
+        """The rows of the control plane's table."""
+        yield ("POST", "/v1/evaluations", self.begin)
+        yield ("GET", "/v1/evaluations/<evaluation_id>", self.look)
+
+    async def begin(self) -> Response:
+        """Answer 202 when the evaluation is in the journal, from where it survives a crash of the node."""
+        read_query(request.args)
+        spec, key = read_evaluation(await body_json()), request.headers.get("Idempotency-Key")
+        return json_response(plain(await self.evaluations.accept(spec, idempotency_key=key)), 202)
+
+    async def look(self, evaluation_id: str) -> Response:
+        read_query(request.args)
+        found = await self.evaluations.status(evaluation_id)
+        if found is None:
+            raise NotFound(
+                f"no evaluation {evaluation_id!r} is in this node's journal: retention prunes one with its"
+                " last reward"
+            )
+        return json_response(plain(found))
+
+
+# ── scoring ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class ScoreRoutes:
+    """The handler of given rows, whose tokens get their logprobs."""
+
+    scoring: Scoring
+
+    def rows(self) -> Iterator[RouteRow]:
+        yield ("POST", "/v1/score", self.score)
+
+    async def score(self) -> Response:
+        """Score rows. Nothing of it is kept: a client that leaves ends it."""
+        query = read_query(request.args, "arrays")
+        asked = read_score(await body_json())
+        found = ScoreAnswer(engine=asked.engine, arrays=query.arrays, rows=await self.scoring.answer(asked))
+        make = partial(score_json, found, query.arrays)
+        return Response(await trio.to_thread.run_sync(make), content_type="application/json")
+
+
 # ── weights and the engine ────────────────────────────────────────────────────
 
 T = TypeVar("T")
@@ -448,7 +503,43 @@ class WeightsRoutes:
         return json_response(plain(await self.control.take(await _body(MemoryOrder, optional=True))))
 
 
-def _reported(report: WeightsReport) -> Response:
+@frozen(kw_only=True)
+class AdapterRoutes:
+    """The handlers of adapters."""
+
+    store: AdapterStore
+
+    def rows(self) -> Iterator[RouteRow]:
+        yield from (
+            ("POST", "/v1/adapters", self.update),
+            ("GET", "/v1/adapters", self.show),
+            ("PUT", "/v1/adapters/<name>/versions/<version>", self.receive),
+            ("DELETE", "/v1/adapters/<name>", self.delete),
+        )
+
+    async def update(self) -> Response:
+        """Answer 201 when the adapter is now served, 200 when it was served already."""
+        return _reported(await self.store.update(await _body(AdapterOrder)))
+
+    async def receive(self, name: str, version: str) -> Response:
+        """The same for a safetensors file as the body, which goes to the disk as it comes."""
+        read_query(request.args)
+        return _reported(await self.store.receive(name, version, request.body, request.content_length or 0))
+
+    async def show(self) -> Response:
+        read_query(request.args)
+        await trio.lowlevel.checkpoint()
+        return json_response(plain(self.store.status()))
+
+    async def delete(self, name: str) -> Response:
+        read_query(request.args)
+        state = await self.store.delete(name)
+        if state is None:
+            raise NotFound(f"there is no adapter {name!r}: look at GET /v1/adapters")
+        return json_response(plain(state))
+
+
+def _reported(report: WeightsReport | AdapterReport) -> Response:
     return json_response(plain(report), 201 if report.created else 200)
 
 

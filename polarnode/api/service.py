@@ -55,22 +55,18 @@ class Service(Protocol):
     @property
     def node_id(self) -> str:
         """The node's id in results."""
-        ...
 
     @property
     def model_name(self) -> str:
         """The name of the served model."""
-        ...
 
     @property
     def volumes(self) -> tuple[str, ...]:
         """Folders of this machine that tasks may mount."""
-        ...
 
     @property
     def journal(self) -> Journal:
         """The journal of events and of consumers' positions."""
-        ...
 
     @property
     def generation(self) -> Generation: ...
@@ -80,31 +76,24 @@ class Service(Protocol):
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
         """Accept a task. Raises Refused, Conflict, Busy or DiskFull."""
-        ...
 
     async def cancel(self, task_id: str) -> bool:
         """End a task's sessions; each keeps its turns. False when none is live."""
-        ...
 
     def sessions(self) -> Iterable[LiveSessionStatus]:
         """Sessions that have their own container, including recently ended ones."""
-        ...
 
     def end_session(self, session_id: str) -> bool:
         """End one session; it keeps its turns. False when it is not live."""
-        ...
 
     def status(self) -> dict[str, Json]:
         """The node's part of GET /v1/status; the route adds the journal's."""
-        ...
 
     def figures(self) -> Figures:
         """The node's numbers for GET /metrics: immutable values, which a thread may read."""
-        ...
 
     def ready(self) -> bool:
         """Whether the engine answers and tasks are accepted."""
-        ...
 
 
 # ── errors ────────────────────────────────────────────────────────────

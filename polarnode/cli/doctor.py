@@ -9,8 +9,11 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import ssl
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,14 +29,18 @@ from polarnode.containers.inside import USER_LIMITS
 from polarnode.containers.probe import Finding, default_state_dir, probe
 from polarnode.containers.recipes import Recipes, default_runtimes_dir, read_recipes
 from polarnode.core import codec
+from polarnode.core.codec.limits import address
 from polarnode.core.conversation import Conversation, Message
-from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, Refused
+from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, PolarnodeError, Refused
 from polarnode.core.ports import Question
 from polarnode.core.task import RuntimeSpec
 from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
+from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
+from polarnode.http.server import Certificate
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.opening import simulated_marks
+from polarnode.node.node import captures_certificate, captures_listener
+from polarnode.node.opening import simulated_marks, teacher_settings
 from polarnode.rollouts.judges import open_judges
 from polarnode.tokens.families import CallSyntax, Family
 from polarnode.tokens.template import LoadedModel, load_model
@@ -151,6 +158,8 @@ PROBE = Question(
         "additionalProperties": False,
     },
 )
+HANDSHAKE_STEPS = 3  # of each side: hello, keys, finished
+RENEWAL_DAYS = 14  # left of a certificate: those of 90 days are renewed when 30 are
 NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs with a broken driver
 ENOUGH_DISK = 10 << 30  # bytes: four runtime images and their base are about 4 GB
 
@@ -199,7 +208,9 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     else:
         yield sglang(config)
         yield gpus(config)
+    yield from captures(config)
     yield from judges(config, os.environ)
+    yield from teachers(config)
     yield from model(Path(config.model), simulated=config.engine == "simulated")
 
 
@@ -416,6 +427,57 @@ def _carried(found: Recipes) -> str:
     )
 
 
+def captures(config: NodeConfig) -> Iterator[Finding]:
+    """Where agents of other machines find the captures' endpoint; nothing where none does."""
+    try:
+        captures_listener(evolve(config, capture_port=0)).close()
+        certificate = captures_certificate(config)
+    except ConfigError as error:
+        yield Finding(name="captures", ok=False, what=str(error), remedy="see docs/remote.md")
+        return
+    if certificate is not None:
+        host = address(config.capture_url or "").hostname or config.capture_listen
+        yield certified(certificate, host, time.time())
+    if config.captures_public:
+        given = config.capture_url or "the address it listens on"
+        yield Finding(
+            name="captures",
+            ok=True,
+            what=f"{config.capture_listen} port {config.capture_port or 'any'}; agents are given {given}",
+            remedy=""
+            if config.capture_port
+            else "set capture_port: a firewall or an ingress needs a fixed one",
+        )
+
+
+def certified(certificate: Certificate, host: str, now: float) -> Finding:
+    """Whether clients that trust this certificate's authority take it for `host`, and for how long. They are
+    asked in memory: a handshake verifies as they do.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.load_verify_locations(certificate.chain)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its own certificate is enough of an authority
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    calling = client.wrap_bio(back, there, server_hostname=host)
+    called = certificate.context.wrap_bio(there, back, server_side=True)
+    try:
+        for side in (calling, called) * HANDSHAKE_STEPS:
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        fault = error.verify_message
+        remedy = f"no agent connects: have one issued for {host}; a node that runs reads it again by itself"
+        return Finding(name="certificate", ok=True, what=f"{certificate.chain}: {fault}", remedy=remedy)
+    ends = ssl.cert_time_to_seconds(str((calling.getpeercert() or {})["notAfter"]))
+    days = (ends - now) / 86400
+    return Finding(
+        name="certificate",
+        ok=True,
+        what=f"{certificate.chain}: for {host}, {days:.0f} days left",
+        remedy="" if days > RENEWAL_DAYS else "renew it: a node that runs reads it again by itself",
+    )
+
+
 def judges(config: NodeConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
     """Each judge, asked one short question in the form used for verdicts. A node starts without an answer."""
     for name, settings in config.judges.items():
@@ -445,6 +507,19 @@ async def judge(name: str, settings: JudgeConfig, environment: Mapping[str, str]
             name=label, ok=True, what=f"gives no answer in the requested form: {error}", remedy=remedy
         )
     return Finding(name=label, ok=True, what=f"{settings.model} at {settings.base_url} answers")
+
+
+def teachers(config: NodeConfig) -> Iterator[Finding]:
+    """Each teacher's checkpoint, whose vocabulary must be the policy's. No engine is started."""
+    for name, settings in config.teachers.items():
+        what, ok = "scores: its vocabulary is the policy's", True
+        try:
+            policy = load_model(Path(config.model))
+            check(teacher_settings(name, settings, Path(config.state_dir), policy, Path(config.model)))
+        except PolarnodeError as error:
+            what, ok = str(error), False
+        remedy = "" if ok else "see docs/teachers.md; a node does not start with it"
+        yield Finding(name=f"teacher {name}", ok=ok, what=what, remedy=remedy)
 
 
 def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | Table]:

@@ -45,8 +45,18 @@ from polarnode.offline.generation import (
     slots_of,
     split_of,
 )
-from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, table
-from polarnode.offline.sft import Found, SftLine, compared, sft_lines
+from polarnode.offline.rows import (
+    GROUP_TOKENS,
+    Found,
+    ParquetRow,
+    SftLine,
+    arrow,
+    compared,
+    rows_of,
+    schema,
+    sft_lines,
+    table,
+)
 from polarnode.sources.values import SourcedTask
 from polarnode.support.bounded import open_node_log
 

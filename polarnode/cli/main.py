@@ -314,6 +314,48 @@ def export(output: Path | None, url: str, token: str | None, **query: Any) -> No
     remote.export(query, output, remote.RemoteNode(url=url, token=token))
 
 
+@main.command(short_help="Evaluate finished sessions of a node again.")
+@click.argument("sessions", nargs=-1, metavar="[SESSION]...")
+@click.option("--task", "task_id", help="The sessions of this task.")
+@click.option("--group", "group_id", help="The sessions of this group.")
+@click.option("--file", type=existing_file(), help="The sessions of this trajectories.jsonl.")
+@click.option(
+    "--evaluator",
+    type=existing_file(),
+    help="TOML file with an evaluator, or a task with one. [default: each task's own]",
+)
+@click.option("--reason", help="Returned with each reward.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@node_address
+def evaluate(
+    sessions: tuple[str, ...],
+    file: Path | None,
+    evaluator: Path | None,
+    as_json: bool,
+    url: str,
+    token: str | None,
+    **named: str | None,
+) -> None:
+    """Evaluate finished sessions of a running node again, without inference, and print their first and new
+    rewards.
+
+    \b
+    polarnode evaluate 4f1c09aa72be3d55
+    polarnode evaluate --task task-1dcb2842ecd2e338 --evaluator mended.toml
+    polarnode evaluate --file trajectories.jsonl --reason "the judge was down"
+
+    A new reward is an event of kind `reward`; trajectories stay as they are. Ctrl-C ends this command, not
+    the evaluation. A node that is stopped must be started again on its state folder; with `polarnode
+    --engine simulated` that needs no GPU.
+
+    Exit codes: 0 when every session was evaluated; 1 otherwise.
+    """
+    from polarnode.cli import remote
+
+    node = remote.RemoteNode(url=url, token=token)
+    sys.exit(remote.evaluate(sessions, file, evaluator, node, as_json=as_json, named=named))
+
+
 @main.command(short_help="Show a session's turns and traces, with trainable tokens marked.")
 @click.argument("session", required=False)
 @click.option(

@@ -33,6 +33,7 @@ CONVERTED = (
     "gpus",
     "import_paths",
     "allowed_hosts",
+    "adapters",
 )  # flags whose form differs from the config's field
 
 
@@ -73,9 +74,7 @@ def node_options(command: Command) -> Command:
             type=existing_file(),
             help="TOML file with settings; docs/api.md lists them.",
         ),
-        click.option(
-            "--gpus", help="GPUs to use, such as 0-7, 0 or 0,2. One engine per GPU, or per --tp GPUs."
-        ),
+        click.option("--gpus", help="GPUs, such as 0-7, 0 or 0,2. One engine per GPU, or per --tp GPUs."),
         click.option(
             "--cpu",
             is_flag=True,
@@ -100,6 +99,10 @@ def node_options(command: Command) -> Command:
             is_flag=True,
             default=None,
             help="Record the routed experts of each token, for tasks that ask for them.",
+        ),
+        click.option("--lora-rank", type=int, help="Largest rank of adapters. [default: 0, none taken]"),
+        click.option(
+            "--adapter", "adapters", metavar="NAME=FOLDER", multiple=True, help="Serve this adapter."
         ),
         click.option("--run-limit", type=int, help="Most harnesses running at once. [default: 64]"),
         click.option(
@@ -188,8 +191,8 @@ def export_options(command: Command) -> Command:
         ),
         click.option(
             "--kind",
-            type=click.Choice(["trajectories", "sft"]),
-            help="sft: conversations for supervised fine-tuning, one per line.",
+            type=click.Choice(["trajectories", "sft", "rewards"]),
+            help="sft: conversations for supervised fine-tuning; rewards: those of later evaluations.",
         ),
         click.option(
             "--output",
@@ -244,6 +247,10 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     for name in ("import_paths", "allowed_hosts"):
         if params.get(name):
             flags[name] = list(params[name])
+    if named := [each.partition("=") for each in params.get("adapters") or ()]:
+        if bad := [name for name, _, folder in named if not folder]:
+            raise ConfigError(f"--adapter {bad[0]}: write it as NAME=FOLDER")
+        flags["adapters"] = {name: folder for name, _, folder in named}
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()

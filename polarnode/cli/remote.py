@@ -30,6 +30,7 @@ from polarnode.core import codec
 from polarnode.core.errors import Refused
 from polarnode.core.ports import Tokenizer
 from polarnode.core.status import Submitted
+from polarnode.core.task import EvaluatorSpec
 from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.groups.training_rows import turn_rewards
 from polarnode.merge.figures import summed, word_of
@@ -38,6 +39,7 @@ from polarnode.sources.values import SourcedTask
 
 Query = Mapping[str, Any]
 WARNINGS = ("gap", "unreadable")
+LINES = {"sft": "conversations", "rewards": "rewards"}  # of an export, by its kind
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -168,9 +170,45 @@ def export(query: Query, output: Path | None, node: RemoteNode) -> None:
     what = (
         "token rows"
         if query.get("format") == "parquet"
-        else f"{lines} {'conversations' if query.get('kind') == 'sft' else 'trajectories'}"
+        else f"{lines} {LINES.get(str(query.get('kind')), 'trajectories')}"
     )
     click.echo(what + (f" in {output}" if output is not None else ""), err=True)
+
+
+# ── evaluations ───────────────────────────────────────────────────────────────
+
+
+def evaluate(
+    sessions: Sequence[str],
+    file: Path | None,
+    evaluator: Path | None,
+    node: RemoteNode,
+    *,
+    as_json: bool,
+    named: Mapping[str, Any],
+) -> int:
+    """Evaluate finished sessions again and print what each was given; returns the exit code, 1 where one was
+    given nothing.
+    """
+    listed = () if file is None else tuple(str(value.get("session_id")) for value in _lines(file))
+    spec = None
+    if evaluator is not None:  # its fields, or a task's table of them
+        value = codec.read_toml_value(evaluator.read_text())
+        spec = codec.structure(value.get("evaluator", value), EvaluatorSpec, forbid_extra=True)
+    begun = node.client().evaluate(*sessions, *listed, evaluator=spec, **named)
+    click.echo(f"· {begun.evaluation_id}: {len(begun.sessions)} sessions", err=True)
+    found = node.client(patience_s=600.0).evaluation(begun.evaluation_id, wait=True)
+    if as_json:
+        click.echo(codec.dump_json(codec.plain(found)))
+    else:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("session", "first reward", "new reward", "why not"):
+            table.add_column(name, justify="right" if name.endswith("reward") else "left", overflow="fold")
+        for each in found.sessions:
+            rewards = (output.reward_text(each.first_reward), output.reward_text(each.reward))
+            table.add_row(harmless(each.session_id), *rewards, harmless(each.error or ""))
+        open_console().print(table)
+    return 0 if set(found.counts) == {"evaluated"} else 1
 
 
 # ── lineage figures ───────────────────────────────────────────────────────────

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 from polarnode.client.api import Captured, CaptureSession
 from polarnode.client.blocking import PolarnodeClient
 from polarnode.client.values import ClientError, Event, Unreachable
-from polarnode.core.status import SessionStatus, Submitted, TaskStatus, UnreadableEvent
+from polarnode.core.status import (
+    EvaluationStatus,
+    RewardEvent,
+    ScoredRow,
+    ScoreRow,
+    SessionStatus,
+    Submitted,
+    TaskStatus,
+    UnreadableEvent,
+)
 from polarnode.core.weights import WeightsReport, WeightsStatus
 
 if TYPE_CHECKING:
@@ -23,8 +32,12 @@ __all__ = [
     "CaptureSession",
     "Captured",
     "ClientError",
+    "EvaluationStatus",
     "Event",
     "PolarnodeClient",
+    "RewardEvent",
+    "ScoreRow",
+    "ScoredRow",
     "SessionStatus",
     "Submitted",
     "TaskStatus",

@@ -1,40 +1,56 @@
 """The methods of both clients, as scripts: which requests are sent, how often, and how their answers are
 combined.
 
-Invariant: a request that is sent more than once takes effect once. A capture is opened under an id that the
-caller chose, so opening it may be retried. It is ended whatever happens to the agent, because an open capture
-holds a place on the node.
+Invariant: a request that is sent more than once takes effect once. A version names one set of weights for
+ever, and a capture is opened under an id that the caller chose, so both may be retried. A capture is ended
+whatever happens to the agent, because an open one holds a place on the node.
 """
 
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from pathlib import Path
 from secrets import token_hex
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, evolve, field, frozen
 
-from polarnode.client import requests, weights
-from polarnode.client.requests import ClientRequest, Script, T, part, typed_request
+from polarnode.client import requests
+from polarnode.client.requests import ClientRequest, Script, Sleep, T, ask, json_request, part, typed_request
 from polarnode.client.scripts import Follower, Following, Patience, patiently
 from polarnode.client.streams import ACK_EVERY_S, Acks, Collector, Groups, events, objects, pieces
-from polarnode.client.values import ClientError, Unreachable
+from polarnode.client.values import ClientError, Unreachable, read_answer
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.core.status import Submitted
-from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
+from polarnode.core.status import EvaluationStatus, Submitted
+from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.core.weights import UpdateMode, WeightsReport
+from polarnode.core.weights import (
+    AdapterReport,
+    AdaptersState,
+    AdapterState,
+    Backend,
+    MemoryTag,
+    PauseMode,
+    UpdateMode,
+    UpdateOpened,
+    WeightsReport,
+    WeightsStatus,
+)
+
+if TYPE_CHECKING:
+    from polarnode.sources.values import Kind
 
 # ── captures ────────────────────────────────────────────────────────────
 
 MOST_REASON = 1000  # characters: one line of a table, not a traceback
 LEAVING_S = 30.0  # for reporting an exception to the node, before the exception propagates
-# The node answers when the end is on disk. It ends the calls in progress first, then waits up to 30 s.
-END_SILENCE_S = 120.0
+# The node answers when the end is on disk. It ends the calls in progress first, then waits up to 30 s, and a
+# teacher scores within post_s, 300 s by default.
+END_SILENCE_S = 420.0
 
 
 @frozen(kw_only=True)
@@ -158,14 +174,154 @@ def end(session_id: str, result: CaptureEnd) -> ClientRequest[Captured]:
     )
 
 
-# ── api ────────────────────────────────────────────────────────────
+# ── weights ────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
 
+UPDATES = "/v1/weights/updates"
+
+UPDATE_SILENCE_S = (
+    # an update is silent until it is served: `drain` waits for every call, and a checkpoint of a terabyte
+    # is read in minutes
+    3600.0
+)
+
+
+def update_weights(
+    version: str, source: Mapping[str, Json], mode: UpdateMode
+) -> ClientRequest[WeightsReport]:
+    return typed_request(
+        WeightsReport,
+        "POST",
+        "/v1/weights",
+        _weights_order(version, source, mode),
+        silence_s=UPDATE_SILENCE_S,
+    )
+
+
+def _weights_order(version: str, source: Mapping[str, Json], mode: UpdateMode) -> dict[str, Json]:
+    return {"version": version, "source": dict(source), "mode": mode}
+
+
+def weights_status() -> ClientRequest[WeightsStatus]:
+    return typed_request(WeightsStatus, "GET", "/v1/weights")
+
+
+def push_weights(
+    version: str,
+    source: Mapping[str, Json],
+    buckets: Iterable[Mapping[str, Json]],
+    mode: UpdateMode,
+    patience: Patience,
+) -> Script[WeightsReport]:
+    """Begin an update, send each bucket, and commit. If anything fails before the commit, the node keeps its
+    weights.
+    """
+    opened = yield from ask(
+        typed_request(
+            UpdateOpened, "POST", UPDATES, _weights_order(version, source, mode), silence_s=UPDATE_SILENCE_S
+        )
+    )
+    try:
+        for bucket in buckets:
+            yield from ask(
+                json_request(
+                    "POST", f"{UPDATES}/{part(opened.update_id)}/buckets", bucket, silence_s=UPDATE_SILENCE_S
+                )
+            )
+    except Exception:  # including one raised while a bucket is made
+        yield from _give_up(opened.update_id)
+        raise
+    commit = typed_request(
+        WeightsReport, "POST", f"{UPDATES}/{part(opened.update_id)}/commit", silence_s=UPDATE_SILENCE_S
+    )
+    return (yield from patiently(commit, patience))
+
+
+def _give_up(update_id: str) -> Script[None]:
+    try:
+        yield from ask(json_request("DELETE", f"{UPDATES}/{part(update_id)}"))
+    except (ClientError, Unreachable) as error:
+        if isinstance(error, ClientError) and error.status == 404:
+            return  # the node gave it up already, because of a bucket's content
+        logger.warning(
+            "the node was not told to give up update %s (%s): it does so after its idle time",
+            update_id,
+            error,
+        )
+
+
+def join_group(
+    name: str, address: str, port: int, world_size: int, rank_offset: int, backend: Backend
+) -> ClientRequest[dict[str, Any]]:
+    body: dict[str, Json] = {
+        "name": name,
+        "address": address,
+        "port": port,
+        "world_size": world_size,
+        "rank_offset": rank_offset,
+    }
+    return json_request("POST", "/v1/weights/groups", body | {"backend": backend}, silence_s=UPDATE_SILENCE_S)
+
+
+def leave_group(name: str) -> ClientRequest[dict[str, Any]]:
+    return json_request("DELETE", f"/v1/weights/groups/{part(name)}")
+
+
+ADAPTERS = "/v1/adapters"
+# an adapter of some gigabytes is copied and digested before it is served
+ADAPTER_SILENCE_S = 600.0
+
+
+def update_adapter(name: str, version: str, path: str) -> ClientRequest[AdapterReport]:
+    body: dict[str, Json] = {"name": name, "version": version, "source": {"kind": "disk", "path": path}}
+    return typed_request(AdapterReport, "POST", ADAPTERS, body, silence_s=ADAPTER_SILENCE_S)
+
+
+def send_adapter(name: str, version: str, body: bytes) -> ClientRequest[AdapterReport]:
+    return ClientRequest(
+        method="PUT",
+        path=f"{ADAPTERS}/{part(name)}/versions/{part(version)}",
+        read=lambda answer: read_answer(answer, AdapterReport),
+        body=body,
+        headers={"Content-Type": "application/octet-stream"},
+        silence_s=ADAPTER_SILENCE_S,
+    )
+
+
+def adapters() -> ClientRequest[AdaptersState]:
+    return typed_request(AdaptersState, "GET", ADAPTERS)
+
+
+def delete_adapter(name: str) -> ClientRequest[AdapterState]:
+    return typed_request(AdapterState, "DELETE", f"{ADAPTERS}/{part(name)}", silence_s=ADAPTER_SILENCE_S)
+
+
+def memory(
+    verb: Literal["release", "resume"], tags: Sequence[MemoryTag] | None
+) -> ClientRequest[WeightsStatus]:
+    body: dict[str, Json] = {} if tags is None else {"tags": list(tags)}
+    return typed_request(WeightsStatus, "POST", f"/v1/engine/memory/{verb}", body, silence_s=UPDATE_SILENCE_S)
+
+
+def pause(mode: PauseMode) -> ClientRequest[WeightsStatus]:
+    return typed_request(
+        WeightsStatus, "POST", "/v1/engine/pause", {"mode": mode}, silence_s=UPDATE_SILENCE_S
+    )
+
+
+def resume() -> ClientRequest[WeightsStatus]:
+    return typed_request(WeightsStatus, "POST", "/v1/engine/resume", silence_s=UPDATE_SILENCE_S)
+
+
+# ── api ────────────────────────────────────────────────────────────
+
 STREAM = "/v1/trajectories/stream"
+# between two looks at an evaluation: the first of a quick one, the last of one that takes hours
+EVALUATION_POLL_S, EVALUATION_POLL_MOST_S = 0.2, 5.0
 
 
-@frozen(kw_only=True)
+@frozen
 class Reading:
     """The parameters that `trajectories` and `groups` share: the reader, where it begins, filters and
     encoding.
@@ -201,6 +357,19 @@ class Reading:
         return Following(path=STREAM + query, after=self.after, goes_on=self.goes_on)
 
 
+def exported(
+    task_id: str | None,
+    group_id: str | None,
+    outcome: str | None,
+    min_reward: float | None,
+    arrays: Arrays | None,
+    turns: Turns | None,
+) -> dict[str, object]:
+    """The query of an export: filters and encoding."""
+    filters = {"task_id": task_id, "group_id": group_id, "outcome": outcome, "min_reward": min_reward}
+    return {**filters, "arrays": arrays, "turns": turns}
+
+
 @frozen(kw_only=True)
 class Api:
     """The client's methods as scripts."""
@@ -214,6 +383,22 @@ class Api:
 
     def submit(self, spec: TaskSpec | dict[str, Json], idempotency_key: str | None) -> Script[Submitted]:
         return self.patiently(requests.submit(spec, idempotency_key=idempotency_key or token_hex(16)))
+
+    def evaluate(
+        self, spec: EvaluationSpec, idempotency_key: str | None, *, wait: bool
+    ) -> Script[EvaluationStatus]:
+        request = requests.evaluate(spec, idempotency_key=idempotency_key or token_hex(16))
+        found = yield from self.patiently(request)
+        return (yield from self.evaluation(found.evaluation_id, wait=True)) if wait else found
+
+    def evaluation(self, evaluation_id: str, *, wait: bool) -> Script[EvaluationStatus]:
+        pause = EVALUATION_POLL_S
+        while True:
+            found = yield from self.patiently(requests.evaluation(evaluation_id))
+            if found.finished or not wait:
+                return found
+            yield Sleep(pause)
+            pause = min(2 * pause, EVALUATION_POLL_MOST_S)
 
     def acknowledge(self, consumer: str, seq: int) -> Script[int]:
         return self.patiently(requests.acknowledge(consumer, seq))
@@ -231,7 +416,7 @@ class Api:
                 path="$.source",
             )
         return self.patiently(
-            weights.update(version, {"kind": "disk", "path": path} if source is None else source, mode)
+            update_weights(version, {"kind": "disk", "path": path} if source is None else source, mode)
         )
 
     def push_weights(
@@ -243,7 +428,7 @@ class Api:
         mode: UpdateMode,
     ) -> Script[WeightsReport]:
         source: dict[str, Json] = {"kind": kind} if group is None else {"kind": kind, "group": group}
-        return weights.push(version, source, buckets, mode, self._patience())
+        return push_weights(version, source, buckets, mode, self._patience())
 
     # ── captures ──────────────────────────────────────────────────────────────
 
@@ -304,3 +489,15 @@ class Api:
 
     def _acks(self, reading: Reading) -> Acks:
         return Acks(reading.consumer if reading.ack else None, self.patience_s, self.now, self.ack_every_s)
+
+
+def specs_of(path: str | Path, kind: "Kind | None", overrides: Mapping[str, Any]) -> list[TaskSpec]:
+    """Read all tasks of a source.
+
+    The import of `polarnode.sources` is local because it would double the time that importing the client
+    takes.
+    """
+    from polarnode.sources.source import read_source
+    from polarnode.sources.values import Overrides
+
+    return [task.spec for task in read_source(path, kind=kind, overrides=Overrides(**overrides)).tasks()]

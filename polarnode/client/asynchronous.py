@@ -17,9 +17,17 @@ import anyio.to_thread
 import httpx2
 from attrs import define, field
 
-from polarnode.client import requests, weights
-from polarnode.client.api import END_SILENCE_S, LEAVING_S, Api, CaptureSession, Reading, named
-from polarnode.client.blocking import specs_of
+from polarnode.client import api, requests
+from polarnode.client.api import (
+    END_SILENCE_S,
+    LEAVING_S,
+    Api,
+    CaptureSession,
+    Reading,
+    exported,
+    named,
+    specs_of,
+)
 from polarnode.client.requests import (
     Ask,
     ClientRequest,
@@ -40,10 +48,20 @@ from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
-from polarnode.core.status import Consumer, Submitted, TaskStatus
-from polarnode.core.task import CaptureSpec, TaskSpec
-from polarnode.core.trajectory import Trajectory
-from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
+from polarnode.core.status import Consumer, EvaluationStatus, ScoredRow, ScoreRow, Submitted, TaskStatus
+from polarnode.core.task import CaptureSpec, EvaluationSpec, EvaluatorSpec, TaskSpec
+from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.core.weights import (
+    AdapterReport,
+    AdaptersState,
+    AdapterState,
+    Backend,
+    MemoryTag,
+    PauseMode,
+    UpdateMode,
+    WeightsReport,
+    WeightsStatus,
+)
 from polarnode.groups.group import Group
 
 # ── running scripts ────────────────────────────────────────────────────────────
@@ -309,6 +327,24 @@ class AsyncPolarnodeClient:
     async def cancel(self, task_id: str) -> bool:
         return await self._run(ask(requests.cancel(task_id)))
 
+    async def evaluate(
+        self,
+        *sessions: str,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        evaluator: EvaluatorSpec | None = None,
+        reason: str | None = None,
+        idempotency_key: str | None = None,
+        wait: bool = False,
+    ) -> EvaluationStatus:
+        spec = EvaluationSpec(
+            sessions=sessions, task_id=task_id, group_id=group_id, evaluator=evaluator, reason=reason
+        )
+        return await self._run(self._api.evaluate(spec, idempotency_key, wait=wait))
+
+    async def evaluation(self, evaluation_id: str, *, wait: bool = False) -> EvaluationStatus:
+        return await self._run(self._api.evaluation(evaluation_id, wait=wait))
+
     # ── trajectories and groups ───────────────────────────────────────────────
 
     def trajectories(
@@ -327,16 +363,7 @@ class AsyncPolarnodeClient:
         kinds: Sequence[str] = (),
         format: str | None = None,
     ) -> AsyncEvents[Event]:
-        reading = Reading(
-            consumer=consumer,
-            after=after,
-            task_id=task_id,
-            group_id=group_id,
-            follow=follow,
-            ack=ack,
-            arrays=arrays,
-            turns=turns,
-        )
+        reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
         return AsyncEvents(
             self._http,
             self._api.trajectories(reading, kinds, outcome=outcome, min_reward=min_reward, format=format),
@@ -356,16 +383,7 @@ class AsyncPolarnodeClient:
         skip: Container[str] = (),
         kept_bytes: int = KEPT_BYTES,
     ) -> AsyncEvents[Group]:
-        reading = Reading(
-            consumer=consumer,
-            after=after,
-            task_id=task_id,
-            group_id=group_id,
-            follow=follow,
-            ack=ack,
-            arrays=arrays,
-            turns=turns,
-        )
+        reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
         return AsyncEvents(self._http, self._api.groups(reading, skip, kept_bytes))
 
     async def acknowledge(self, consumer: str, seq: int) -> int:
@@ -398,14 +416,7 @@ class AsyncPolarnodeClient:
         arrays: Arrays = "json",
         turns: Turns = "table",
     ) -> AsyncEvents[dict[str, Any]]:
-        query = {
-            "task_id": task_id,
-            "group_id": group_id,
-            "outcome": outcome,
-            "min_reward": min_reward,
-            "arrays": arrays,
-            "turns": turns,
-        }
+        query = exported(task_id, group_id, outcome, min_reward, arrays, turns)
         return AsyncEvents(self._http, self._api.export(**query))
 
     def export_bytes(
@@ -420,14 +431,7 @@ class AsyncPolarnodeClient:
         format: str | None = None,
         kind: str | None = None,
     ) -> AsyncEvents[bytes]:
-        query = {
-            "task_id": task_id,
-            "group_id": group_id,
-            "outcome": outcome,
-            "min_reward": min_reward,
-            "arrays": arrays,
-            "turns": turns,
-        }
+        query = exported(task_id, group_id, outcome, min_reward, arrays, turns)
         return AsyncEvents(self._http, self._api.export_bytes(**query, format=format, kind=kind))
 
     # ── consumers ─────────────────────────────────────────────────────────────
@@ -473,25 +477,39 @@ class AsyncPolarnodeClient:
         backend: Backend = "nccl",
         name: str = "weights",
     ) -> None:
-        await self._run(ask(weights.join(name, address, port, world_size, rank_offset, backend)))
+        await self._run(ask(api.join_group(name, address, port, world_size, rank_offset, backend)))
 
     async def leave_weights_group(self, name: str = "weights") -> None:
-        await self._run(ask(weights.leave(name)))
+        await self._run(ask(api.leave_group(name)))
 
     async def weights(self) -> WeightsStatus:
-        return await self._run(ask(weights.status()))
+        return await self._run(ask(api.weights_status()))
 
     async def pause(self, mode: PauseMode = "in_place") -> WeightsStatus:
-        return await self._run(ask(weights.pause(mode)))
+        return await self._run(ask(api.pause(mode)))
 
     async def resume(self) -> WeightsStatus:
-        return await self._run(ask(weights.resume()))
+        return await self._run(ask(api.resume()))
 
     async def release_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
-        return await self._run(ask(weights.memory("release", tags)))
+        return await self._run(ask(api.memory("release", tags)))
 
     async def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
-        return await self._run(ask(weights.memory("resume", tags)))
+        return await self._run(ask(api.memory("resume", tags)))
+
+    # ── adapters ──────────────────────────────────────────────────────────────
+
+    async def update_adapter(self, name: str, version: str, *, path: str | Path) -> AdapterReport:
+        return await self._run(self._api.patiently(api.update_adapter(name, version, str(path))))
+
+    async def send_adapter(self, name: str, version: str, body: bytes) -> AdapterReport:
+        return await self._run(self._api.patiently(api.send_adapter(name, version, body)))
+
+    async def adapters(self) -> AdaptersState:
+        return await self._run(ask(api.adapters()))
+
+    async def delete_adapter(self, name: str) -> AdapterState:
+        return await self._run(ask(api.delete_adapter(name)))
 
     # ── captures ──────────────────────────────────────────────────────────────
 
@@ -504,6 +522,7 @@ class AsyncPolarnodeClient:
         group_id: str | None = None,
         sample_index: int | None = None,
         num_samples: int | None = None,
+        adapter: str | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> AsyncIterator[CaptureSession]:
         requested = named(
@@ -512,6 +531,7 @@ class AsyncPolarnodeClient:
             group_id=group_id,
             sample_index=sample_index,
             num_samples=num_samples,
+            adapter=adapter,
             metadata=metadata,
         )
         session = CaptureSession(opened=await self._run(self._api.begin_capture(requested)))
@@ -525,6 +545,11 @@ class AsyncPolarnodeClient:
         session.result = await self._run(self._api.end_capture(session))
 
     # ── the node ──────────────────────────────────────────────────────────────
+
+    async def score(
+        self, rows: Iterable[ScoreRow | Trace], *, engine: str = "policy", adapter: str = ""
+    ) -> list[ScoredRow]:
+        return await self._run(ask(requests.score(rows, engine, adapter)))
 
     async def status(self) -> dict[str, Any]:
         return await self._run(ask(requests.status()))

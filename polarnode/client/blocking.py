@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from attrs import define, field, frozen
 
-from polarnode.client import requests, weights
-from polarnode.client.api import Api, CaptureSession, Reading, named
+from polarnode.client import api, requests
+from polarnode.client.api import Api, CaptureSession, Reading, exported, named, specs_of
 from polarnode.client.requests import (
     Ask,
     ClientRequest,
@@ -37,10 +37,20 @@ from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
-from polarnode.core.status import Consumer, Submitted, TaskStatus
-from polarnode.core.task import CaptureSpec, TaskSpec
-from polarnode.core.trajectory import Trajectory
-from polarnode.core.weights import Backend, MemoryTag, PauseMode, UpdateMode, WeightsReport, WeightsStatus
+from polarnode.core.status import Consumer, EvaluationStatus, ScoredRow, ScoreRow, Submitted, TaskStatus
+from polarnode.core.task import CaptureSpec, EvaluationSpec, EvaluatorSpec, TaskSpec
+from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.core.weights import (
+    AdapterReport,
+    AdaptersState,
+    AdapterState,
+    Backend,
+    MemoryTag,
+    PauseMode,
+    UpdateMode,
+    WeightsReport,
+    WeightsStatus,
+)
 from polarnode.groups.group import Group
 
 # ── running scripts ────────────────────────────────────────────────────────────
@@ -233,6 +243,34 @@ class PolarnodeClient:
         """
         return self._run(ask(requests.cancel(task_id)))
 
+    def evaluate(
+        self,
+        *sessions: str,
+        task_id: str | None = None,
+        group_id: str | None = None,
+        evaluator: EvaluatorSpec | None = None,
+        reason: str | None = None,
+        idempotency_key: str | None = None,
+        wait: bool = False,
+    ) -> EvaluationStatus:
+        """Evaluate finished sessions again: those named, or all of a task or a group. Return what was
+        accepted, or with `wait` what each session was given.
+
+        `evaluator` stands in place of each task's own; `reason` is returned with each reward. The rewards are
+        events of kind `reward`; no trajectory changes (docs/evaluators.md). Raises ClientError 400 where no
+        session can be evaluated.
+        """
+        spec = EvaluationSpec(
+            sessions=sessions, task_id=task_id, group_id=group_id, evaluator=evaluator, reason=reason
+        )
+        return self._run(self._api.evaluate(spec, idempotency_key, wait=wait))
+
+    def evaluation(self, evaluation_id: str, *, wait: bool = False) -> EvaluationStatus:
+        """Return what an evaluation gave each session so far, or with `wait` when it has finished. Raises
+        ClientError 404 for an unknown one.
+        """
+        return self._run(self._api.evaluation(evaluation_id, wait=wait))
+
     # ── trajectories and groups ───────────────────────────────────────────────
 
     def trajectories(
@@ -256,7 +294,7 @@ class PolarnodeClient:
         * `after`: begin after this event number. Otherwise begin after the position of `consumer`, or at the
           oldest event.
         * `task_id`, `group_id`, `outcome`, `min_reward`: yield only events that match.
-        * `kinds`: yield only these kinds. `attempt` events come only when they are named here.
+        * `kinds`: yield only these kinds. `attempt` and `reward` events come only when they are named here.
         * `arrays`: how arrays travel: "base64" (compact) or "json" (lists).
         * `turns`: "table" omits the token arrays of each turn; "full" includes them.
         * `format`: a trainer's format (docs/trainers.md). A trajectory's data is then in that format, under
@@ -264,16 +302,7 @@ class PolarnodeClient:
         * `ack`: acknowledge each event for `consumer` when the next one is requested, at most once in
           `ack_every_s` seconds, and the last one at the end. Raises Refused without a `consumer`.
         """
-        reading = Reading(
-            consumer=consumer,
-            after=after,
-            task_id=task_id,
-            group_id=group_id,
-            follow=follow,
-            ack=ack,
-            arrays=arrays,
-            turns=turns,
-        )
+        reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
         return self._http.iterate(
             self._api.trajectories(reading, kinds, outcome=outcome, min_reward=min_reward, format=format)
         )
@@ -303,16 +332,7 @@ class PolarnodeClient:
         * `kept_bytes`: bytes of trajectories to keep in memory until their group ends. Trajectories beyond
           this are fetched again by id.
         """
-        reading = Reading(
-            consumer=consumer,
-            after=after,
-            task_id=task_id,
-            group_id=group_id,
-            follow=follow,
-            ack=ack,
-            arrays=arrays,
-            turns=turns,
-        )
+        reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
         return self._http.iterate(self._api.groups(reading, skip, kept_bytes))
 
     def acknowledge(self, consumer: str, seq: int) -> int:
@@ -358,14 +378,7 @@ class PolarnodeClient:
         turns: Turns = "table",
     ) -> Iterator[dict[str, Any]]:
         """Yield every finished trajectory that matches, oldest first, as JSON."""
-        query = {
-            "task_id": task_id,
-            "group_id": group_id,
-            "outcome": outcome,
-            "min_reward": min_reward,
-            "arrays": arrays,
-            "turns": turns,
-        }
+        query = exported(task_id, group_id, outcome, min_reward, arrays, turns)
         return self._http.iterate(self._api.export(**query))
 
     def export_bytes(
@@ -383,16 +396,10 @@ class PolarnodeClient:
         """Yield an export in pieces, as the node sends it. The first piece is b"", once the node has accepted
         the request.
 
-        `format` is a trainer's format or "parquet". kind="sft" gives conversations (docs/offline-data.md).
+        `format` is a trainer's format or "parquet". kind="sft" gives conversations (docs/offline-data.md),
+        kind="rewards" the rewards of later evaluations.
         """
-        query = {
-            "task_id": task_id,
-            "group_id": group_id,
-            "outcome": outcome,
-            "min_reward": min_reward,
-            "arrays": arrays,
-            "turns": turns,
-        }
+        query = exported(task_id, group_id, outcome, min_reward, arrays, turns)
         return self._http.iterate(self._api.export_bytes(**query, format=format, kind=kind))
 
     # ── consumers ─────────────────────────────────────────────────────────────
@@ -460,25 +467,25 @@ class PolarnodeClient:
 
         Call it in a thread, at the same time as `polarnode.client.tensors.open_group` in rank 0.
         """
-        self._run(ask(weights.join(name, address, port, world_size, rank_offset, backend)))
+        self._run(ask(api.join_group(name, address, port, world_size, rank_offset, backend)))
 
     def leave_weights_group(self, name: str = "weights") -> None:
         """Let the node's engines leave a process group."""
-        self._run(ask(weights.leave(name)))
+        self._run(ask(api.leave_group(name)))
 
     def weights(self) -> WeightsStatus:
         """Return the version that is served and the last updates."""
-        return self._run(ask(weights.status()))
+        return self._run(ask(api.weights_status()))
 
     def pause(self, mode: PauseMode = "in_place") -> WeightsStatus:
         """Hold generation: calls in progress and new calls wait until `resume`. `mode` is one of those of
         `update_weights`, except "drain".
         """
-        return self._run(ask(weights.pause(mode)))
+        return self._run(ask(api.pause(mode)))
 
     def resume(self) -> WeightsStatus:
         """Continue generation after `pause`."""
-        return self._run(ask(weights.resume()))
+        return self._run(ask(api.resume()))
 
     def release_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
         """Lend the engines' GPU memory to a trainer on the same GPUs: the parts in `tags`, or all of it.
@@ -486,13 +493,36 @@ class PolarnodeClient:
         Raises ClientError 409 unless generation is held by "retract" or "abort", and for a node started
         without `memory_saver`.
         """
-        return self._run(ask(weights.memory("release", tags)))
+        return self._run(ask(api.memory("release", tags)))
 
     def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> WeightsStatus:
         """Take the lent GPU memory back: the parts in `tags`, or all of it. The trainer must have
         freed it.
         """
-        return self._run(ask(weights.memory("resume", tags)))
+        return self._run(ask(api.memory("resume", tags)))
+
+    # ── adapters ──────────────────────────────────────────────────────────────
+
+    def update_adapter(self, name: str, version: str, *, path: str | Path) -> AdapterReport:
+        """Serve the adapter in `path`, a folder of the node's machine as PEFT saves it, as `version` of the
+        adapter `name`. The node copies it: the folder may change once this returns.
+
+        Calls that begin later are sampled by it. Raises ClientError 400 for one that the engine does not
+        take, and 409 for a version that named other weights. `client.tensors.push_adapter` sends tensors.
+        """
+        return self._run(self._api.patiently(api.update_adapter(name, version, str(path))))
+
+    def send_adapter(self, name: str, version: str, body: bytes) -> AdapterReport:
+        """As `update_adapter`, from the bytes of a safetensors file whose metadata has `adapter_config`."""
+        return self._run(self._api.patiently(api.send_adapter(name, version, body)))
+
+    def adapters(self) -> AdaptersState:
+        """Return the adapters of the node, and what it takes."""
+        return self._run(ask(api.adapters()))
+
+    def delete_adapter(self, name: str) -> AdapterState:
+        """Forget an adapter. Raises ClientError 409 while sessions sample by it, 404 for an unknown one."""
+        return self._run(ask(api.delete_adapter(name)))
 
     # ── captures ──────────────────────────────────────────────────────────────
 
@@ -505,6 +535,7 @@ class PolarnodeClient:
         group_id: str | None = None,
         sample_index: int | None = None,
         num_samples: int | None = None,
+        adapter: str | None = None,
         metadata: Mapping[str, Json] | None = None,
     ) -> Iterator[CaptureSession]:
         """Open a session for an agent that you run yourself, in any process on the node's machine; its model
@@ -521,6 +552,7 @@ class PolarnodeClient:
             group_id=group_id,
             sample_index=sample_index,
             num_samples=num_samples,
+            adapter=adapter,
             metadata=metadata,
         )
         session = CaptureSession(opened=self._run(self._api.begin_capture(requested)))
@@ -530,6 +562,12 @@ class PolarnodeClient:
             self._run(self._api.leave_capture(session, error))
             raise
         session.result = self._run(self._api.end_capture(session))
+
+    def score(
+        self, rows: Iterable[ScoreRow | Trace], *, engine: str = "policy", adapter: str = ""
+    ) -> list[ScoredRow]:
+        """Return rows' logprobs under the policy, one of its adapters, or a teacher (docs/teachers.md)."""
+        return self._run(ask(requests.score(rows, engine, adapter)))
 
     # ── the node ──────────────────────────────────────────────────────────────
 
@@ -553,15 +591,3 @@ class PolarnodeClient:
 
     def _run(self, script: Script[T]) -> T:
         return self._http.run(script)
-
-
-def specs_of(path: str | Path, kind: "Kind | None", overrides: Mapping[str, Any]) -> list[TaskSpec]:
-    """Read all tasks of a source.
-
-    The import of `polarnode.sources` is local because it would double the time that importing the client
-    takes.
-    """
-    from polarnode.sources.source import read_source
-    from polarnode.sources.values import Overrides
-
-    return [task.spec for task in read_source(path, kind=kind, overrides=Overrides(**overrides)).tasks()]

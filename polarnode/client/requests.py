@@ -6,7 +6,8 @@ It does no I/O itself, so the synchronous and the asynchronous client run the sa
 route is one function here; who sends the request, and how often, is decided elsewhere.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from base64 import b64encode
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 from urllib.parse import quote, urlencode
@@ -15,14 +16,22 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.client.values import read_answer, read_object, read_text, read_with
 from polarnode.core.codec.arrays import Arrays
-from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.tasks import task_json
-from polarnode.core.codec.trajectories import Turns, read_trajectory
+from polarnode.core.codec.trajectories import Turns, read_scored, read_trajectory
 from polarnode.core.conversation import Json
-from polarnode.core.errors import PolarnodeError
-from polarnode.core.status import Consumer, Consumers, Submitted, TaskStatus
-from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.status import (
+    Consumer,
+    Consumers,
+    EvaluationStatus,
+    ScoredRow,
+    ScoreRow,
+    Submitted,
+    TaskStatus,
+)
+from polarnode.core.task import EvaluationSpec, TaskSpec
+from polarnode.core.trajectory import Trace, Trajectory
 
 # ── commands ────────────────────────────────────────────────────────────
 
@@ -233,6 +242,18 @@ def cancel(task_id: str) -> ClientRequest[bool]:
     )
 
 
+# ── evaluations ────────────────────────────────────────────────────────────────
+
+
+def evaluate(spec: EvaluationSpec, *, idempotency_key: str) -> ClientRequest[EvaluationStatus]:
+    order = typed_request(EvaluationStatus, "POST", "/v1/evaluations", plain(spec))
+    return evolve(order, headers={**order.headers, "Idempotency-Key": idempotency_key})
+
+
+def evaluation(evaluation_id: str) -> ClientRequest[EvaluationStatus]:
+    return typed_request(EvaluationStatus, "GET", f"/v1/evaluations/{part(evaluation_id)}")
+
+
 # ── trajectories ──────────────────────────────────────────────────────────────
 
 
@@ -276,6 +297,36 @@ def consumers() -> ClientRequest[tuple[Consumer, ...]]:
 
 def forget_consumer(consumer: str) -> ClientRequest[dict[str, Any]]:
     return json_request("DELETE", f"/v1/consumers/{part(consumer)}")
+
+
+# ── scoring ───────────────────────────────────────────────────────────────────
+
+# the longest that a request may be in the queue of a busy engine: a teacher reads 4 million tokens in minutes
+SCORE_SILENCE_S = 1800.0
+
+
+def score(rows: Iterable[ScoreRow | Trace], engine: str, adapter: str) -> ClientRequest[list[ScoredRow]]:
+    """Raises Refused for a slice, whose row is longer than it."""
+    body: dict[str, Json] = {
+        "rows": [_score_row(row) for row in rows],
+        "engine": engine,
+        "adapter": adapter,
+    }
+
+    def read(answer: bytes) -> list[ScoredRow]:
+        return list(read_with(read_scored, answer).rows)
+
+    return request(read, "POST", "/v1/score?arrays=base64", body, silence_s=SCORE_SILENCE_S)
+
+
+def _score_row(row: ScoreRow | Trace) -> dict[str, Json]:
+    if isinstance(row, Trace) and row.offset:
+        raise Refused(f"a slice is scored after the {row.offset} tokens before it: send them in a ScoreRow")
+    return {
+        "token_ids": b64encode(row.token_ids).decode(),
+        "loss_mask": None if row.loss_mask is None else b64encode(row.loss_mask).decode(),
+        "start": 0 if isinstance(row, Trace) else row.start,
+    }
 
 
 # ── the node ──────────────────────────────────────────────────────────────────

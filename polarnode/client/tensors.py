@@ -30,7 +30,7 @@ from polarnode.client.scripts import Patience
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.core.weights import Backend, UpdateMode, WeightsReport
+from polarnode.core.weights import AdapterReport, Backend, UpdateMode, WeightsReport
 
 if TYPE_CHECKING:
     import torch
@@ -173,6 +173,52 @@ def _push_distributed(
             raise
         group.leave(client)  # an engine that was restarted is in no group: join again, once
     return push()
+
+
+# ── an adapter ────────────────────────────────────────────────────────────────
+
+
+def push_adapter(
+    client: "PolarnodeClient",
+    name: str,
+    version: str,
+    adapter: Any,
+    config: "Mapping[str, Any] | Any | None" = None,
+) -> AdapterReport:
+    """Serve an adapter as `version` of `name`. Return when it is served.
+
+    * `adapter`: a model of PEFT's, whose active adapter is taken; or its tensors (torch or numpy), with the
+      names of `get_peft_model_state_dict`. Tensors need `config`: PEFT's, or that of adapter_config.json.
+
+    The tensors travel in the request, whatever disk or machine the node is on. Call it in one process, with
+    whole tensors. Raises Refused for what is no adapter, and what `PolarnodeClient.update_adapter` raises.
+    """
+    if config is None:
+        found = getattr(adapter, "peft_config", None)
+        if not found:
+            raise Refused("give config= (PEFT's, or that of adapter_config.json), or a model of PEFT's")
+        from peft import get_peft_model_state_dict
+
+        active = adapter.active_adapter
+        config = found[active]
+        adapter = get_peft_model_state_dict(adapter, adapter_name=active)
+    told = config if isinstance(config, Mapping) else config.to_dict()
+    # in PEFT's configs target_modules is a set
+    text = json.dumps(dict(told), default=lambda each: sorted(each) if isinstance(each, set) else str(each))
+    return client.send_adapter(name, version, _safetensors(dict(pairs(adapter)), {"adapter_config": text}))
+
+
+def _safetensors(named: dict[str, Any], metadata: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file."""
+    try:
+        if not any(hasattr(each, "detach") for each in named.values()):
+            from safetensors.numpy import save as save_arrays
+
+            return save_arrays(named, metadata)
+        from safetensors.torch import save
+    except ImportError:
+        raise Refused("an adapter travels as a safetensors file: pip install safetensors") from None
+    return save({name: each.detach().to("cpu").contiguous() for name, each in named.items()}, metadata)
 
 
 @define(eq=False)

@@ -12,7 +12,7 @@ from attrs import field, frozen
 from polarnode.core.codec.json import read_json, structure
 from polarnode.core.codec.trajectories import read_trajectory
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.status import UnreadableEvent
+from polarnode.core.status import RewardEvent, UnreadableEvent
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group, read_group
 
@@ -23,7 +23,7 @@ from polarnode.groups.group import Group, read_group
 class Event:
     """One event of the stream.
 
-    * `kind`: trajectory, group, task, gap or unreadable; attempt where it was requested.
+    * `kind`: trajectory, group, task, gap or unreadable; attempt or reward where it was requested.
     * `key`: the same each time the event is delivered. `data`: the event's JSON.
     """
 
@@ -50,6 +50,11 @@ class Event:
         other kinds.
         """
         return read_group(self.data) if self.kind == "group" else None
+
+    @property
+    def reward(self) -> RewardEvent | None:
+        """The reward that a later evaluation gave a session. None for other kinds."""
+        return structure(self.data, RewardEvent) if self.kind == "reward" else None
 
     @property
     def unreadable(self) -> UnreadableEvent | None:

@@ -348,7 +348,9 @@ BYTES_LIMIT = 256 << 20
 ENTRIES_LIMIT = 100_000  # 512 bytes and 50 microseconds each: 50 MB and 5 s
 NAMED_LIMIT = 50  # things left out that are named; the others are counted
 READ = 1 << 20  # bytes at a time
-ENDING = ".artifacts.tar"
+ENDING, WORKSPACE_ENDING = ".artifacts.tar", ".workspace.tar"
+WORKDIR = "."  # the whole workdir, as a path to keep
+NO_FILE = "it is neither a file nor a folder nor a link"
 
 
 @frozen(kw_only=True)
@@ -375,6 +377,37 @@ class Collected:
 def artifacts_path(folder: Path, session_id: str) -> Path:
     """The path of a session's artifacts in the node's folder of sessions."""
     return folder / f"{session_id}{ENDING}"
+
+
+def workspace_path(folder: Path, session_id: str) -> Path:
+    """The path of a session's workspace in the node's folder of sessions."""
+    return folder / f"{session_id}{WORKSPACE_ENDING}"
+
+
+def kept_whole(metrics: Json) -> bool:
+    """Whether everything was kept, by the metrics of what was. What is no file is no loss: the other end of a
+    pipe or a socket is gone.
+    """
+    if not isinstance(metrics, dict) or not isinstance(left_out := metrics.get("left_out"), list):
+        return False
+    return all(str(each).endswith(NO_FILE) for each in left_out)
+
+
+def unpack_workdir(kept: Path, to: Path) -> None:
+    """Unpack the workdir of a tar that `collect` wrote into an empty folder of this machine, with the ids of
+    its container. Raises RuntimeFault where that is impossible.
+    """
+
+    def checked(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+        tarfile.tar_filter(entry, folder)  # raises for a path that leads out of the folder
+        return entry
+
+    try:
+        with tarfile.open(kept, errorlevel=2) as archive:
+            ours = [each for each in archive if each.name == WORKDIR or each.name.startswith(f"{WORKDIR}/")]
+            archive.extractall(to, ours, numeric_owner=True, filter=checked)
+    except (OSError, tarfile.TarError) as error:
+        raise RuntimeFault(f"{kept.name} cannot be unpacked: {error}") from error
 
 
 def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Path) -> Collected:
@@ -452,7 +485,7 @@ class _Archive:
         elif entry.is_file:
             self._file(entry)
         else:
-            self._leave_out(entry.path, "it is neither a file nor a folder nor a link")
+            self._leave_out(entry.path, NO_FILE)
 
     def _file(self, entry: TreeEntry) -> None:
         """The size is what reading gives, holes included; a file that shrinks meanwhile is padded."""

@@ -106,19 +106,16 @@ class Copies(Protocol[Copied]):
         """The image of an existing copy: another node's, or one of an earlier run; None where
         there is none.
         """
-        ...
 
     async def make(self, workspace: Workspace, runtime: Copied) -> str:
         """Copy a prepared runtime in which nothing runs, and return the image's name. Refused, with the
         reason, where it cannot be faithful.
         """
-        ...
 
     async def exists(self, image: str) -> bool: ...
 
     async def remove(self, image: str) -> bool:
         """Remove a copy; False while it is in use."""
-        ...
 
 
 @define(eq=False)

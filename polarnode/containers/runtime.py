@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -37,7 +38,7 @@ from polarnode.containers.container import (
 from polarnode.containers.copying import Copy
 from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
 from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
-from polarnode.containers.files import Account, Collected, ContainerFiles, collect
+from polarnode.containers.files import Account, Collected, ContainerFiles, collect, unpack_workdir
 from polarnode.containers.inside import (
     ENDPOINT_HOST,
     ENDPOINT_PORT,
@@ -61,6 +62,7 @@ OUTPUT_LIMIT = 32 << 20
 COPY_LIMIT = 8 << 30
 KILLED = 137  # the exit code of a program that was ended by SIGKILL
 ALWAYS_WRITABLE = ("/tmp", "/var/tmp")
+RESTORING = ".restoring-"  # begins the name of a folder into which a kept workdir is unpacked for a moment
 # seconds a removal may wait for its turn; 0.1 s quiet. After that the sweeper removes it
 REMOVE_S = 120.0
 
@@ -241,6 +243,14 @@ class PodmanRuntime:
             await trio.to_thread.run_sync(copy.run, self.workdir, target.workdir)
             spared(copy.size)
 
+    async def restore_workdir(self, kept: Path) -> None:
+        """Make the workdir equal to one that `collect` kept. Raises RuntimeFault or EvaluatorError where that
+        is impossible.
+        """
+        limit = max(COPY_LIMIT, 2 * self._watched.limit)
+        with self._watched.spared() as spared:
+            spared(await trio.to_thread.run_sync(_restore, kept, self._files, self.workdir, limit))
+
     async def end_processes(self) -> None:
         """End everything in the container but its first process."""
         await self._inside.kill_all()
@@ -309,6 +319,20 @@ def _shifts() -> Iterator[int]:
     """Ranges of user ids, one for each container; nodes begin at different places."""
     first = os.getpid() * 64
     return (FIRST_SHIFT + IDS * ((first + slot) % SLOTS) for slot in itertools.count())
+
+
+def _restore(kept: Path, files: ContainerFiles, workdir: str, limit: int) -> int:
+    """Unpack a kept workdir beside its tar and copy it into a container; returns the bytes written."""
+    with (
+        tempfile.TemporaryDirectory(prefix=RESTORING, dir=kept.parent) as folder,
+        ExitStack() as stack,
+    ):
+        unpack_workdir(kept, Path(folder))
+        root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, root)
+        copy = Copy(source=ContainerFiles(root=root, shift=0), target=files, limit=limit)
+        copy.run("/", workdir)
+        return copy.size
 
 
 @define(eq=False, kw_only=True)

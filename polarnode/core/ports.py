@@ -27,11 +27,9 @@ class Tokenizer(Protocol):
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode a text with the vocabulary alone: it never yields a control token."""
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one id stands for; for a control token, those of its text."""
-        ...
 
     def render(
         self,
@@ -42,7 +40,6 @@ class Tokenizer(Protocol):
         thinking: bool | None,
     ) -> str:
         """Render a conversation, in the OpenAI shape that templates read, with the chat template."""
-        ...
 
 
 @frozen(kw_only=True)
@@ -66,7 +63,8 @@ class GenerateOrder:
     `top_logprobs`: how many alternatives to return with each token. `constraint_after`: the id after which
     `constraint` begins, the end of a thought that the prompt left open; None begins with the first token.
     `routed_from`: the first position of the prompt whose experts are returned, with all later ones; None
-    returns none.
+    returns none. `adapter`: the name of the adapter to sample by, in the version that is current when the
+    call begins; empty: the base.
     """
 
     request_id: str
@@ -79,6 +77,7 @@ class GenerateOrder:
     steering: Steering | None = None
     constraint_after: int | None = None
     routed_from: int | None = None
+    adapter: str = ""
 
 
 @frozen(kw_only=True)
@@ -98,6 +97,36 @@ class Chunk:
     cached_tokens: int = 0
     top_logprobs: TopLogprobs | None = None
     routed: RoutedExperts | None = None
+
+
+@frozen(kw_only=True)
+class ScoreOrder:
+    """A row to score: its ids, int32[T], of which tokens [start, T) get a logprob, each after all tokens
+    before it. `start` is 1 or more, because nothing is before the first. `adapter` names one of the engine's.
+    `request_id` is 32 hex digits.
+    """
+
+    request_id: str
+    row: "array[int]"
+    start: int = 1
+    adapter: str = ""
+
+
+@frozen(kw_only=True)
+class RowScores:
+    """The logprobs of a row's tokens from `start` on, float32[T - start], in nats, at temperature 1, and the
+    weights that gave them.
+    """
+
+    logprobs: "array[float]"
+    version: str
+
+
+class Scorer(Protocol):
+    """A model that scores rows of the policy's token ids."""
+
+    async def score(self, order: ScoreOrder) -> RowScores:
+        """Score a row. Raises Refused for one that the model cannot read, EngineError when it fails."""
 
 
 class Engine(Protocol):
@@ -142,23 +171,19 @@ class Runtime(Protocol):
         """Run a program to its end; the last `keep` bytes of each stream are kept (default: the runtime's
         bound). Cancelling ends the whole process group: TERM, then KILL.
         """
-        ...
 
     async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
         """Write files (absolute path to content), making folders; owned by `user` (default: the
         runtime's).
         """
-        ...
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
         """Return a file's first `limit` bytes, None when it does not exist. Never follows a link."""
-        ...
 
     async def end_processes(self) -> None:
         """End everything that the session started in the container; only the container's own first process
         stays.
         """
-        ...
 
 
 @frozen(kw_only=True)
@@ -191,7 +216,6 @@ class Clock(Protocol):
 
     async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
         """Run a program to its end or until its time is over, then end every process in its runtime."""
-        ...
 
     async def beside(
         self, work: Callable[[], Awaitable[Work]], attend: Callable[[], Awaitable[bool]]
@@ -199,7 +223,6 @@ class Clock(Protocol):
         """The result of `work`. Meanwhile call `attend` again and again, after a pause where it returns
         False. If either raises a PolarnodeError, both end and that error is raised.
         """
-        ...
 
 
 @frozen(kw_only=True)
@@ -221,13 +244,11 @@ class Judge(Protocol):
         """Return the text of the judge's answer. Raises EvaluatorError when there is none after its
         retries.
         """
-        ...
 
     async def ask_each(self, questions: Sequence[Question]) -> list[str]:
         """Ask several questions, as many at once as the judge accepts; return the answers in order. If one
         fails, all fail.
         """
-        ...
 
 
 @frozen(kw_only=True)

@@ -1,14 +1,17 @@
-"""Values of tasks, sessions and consumers: the journal and the API write them, and clients read them.
+"""Values of tasks, sessions, consumers and scores: the journal and the API write them, and clients read them.
 
 Invariant: a field here is a field of the API (docs/api.md). Fields that a node of an earlier release does not
 write have defaults. Times are seconds since the epoch.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 from attrs import field, frozen
 
-from polarnode.core.conversation import json_key
+from polarnode.core.arrays import Float32Array, Int32Array
+from polarnode.core.conversation import Json, json_key
+from polarnode.core.task import EvaluationSpec
 from polarnode.core.trajectory import Outcome
 
 
@@ -80,6 +83,65 @@ class UnreadableEvent:
 
 
 @frozen(kw_only=True)
+class RewardEvent:
+    """A reward that a finished session was given by a later evaluation. It replaces no other; `n` counts them
+    from 1. `first_reward` is that of the session's trajectory.
+
+    * `reward` is None if the evaluation failed: then `error` is a sentence, and `boundary` the part at fault.
+    * `lineage_rewards`, `turn_rewards`: by number, as a string, because JSON keys are strings.
+    * `evaluator`, `evaluator_digest`: its name, and a digest of all that the task or the request says of it.
+    """
+
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int = 0
+    n: int = 0
+    reward: float | None
+    first_reward: float | None = None
+    lineage_rewards: Mapping[str, float] = field(factory=dict)
+    turn_rewards: Mapping[str, float] = field(factory=dict)
+    metrics: Mapping[str, Json] = field(factory=dict)
+    evaluator: str = ""
+    evaluator_digest: str = ""
+    evaluation_id: str = ""
+    reason: str | None = None
+    error: str | None = None
+    boundary: str | None = None
+    given: float = 0.0
+
+
+@frozen(kw_only=True)
+class EvaluatedSession:
+    """A session of an evaluation. `evaluated` and `failed` sessions have a `reward` event, number `n` of the
+    session; `refused` ones have none, because there is nothing to evaluate: `error` says why.
+    """
+
+    session_id: str
+    state: Literal["pending", "evaluated", "failed", "refused"]
+    n: int | None = None
+    first_reward: float | None = None
+    reward: float | None = None
+    error: str | None = None
+
+
+@frozen(kw_only=True)
+class EvaluationStatus:
+    """An evaluation of finished sessions. `spec` is what was requested, None where its row in the journal is
+    damaged; `counts` is the number of sessions by state. `created` is False where an earlier answer is
+    repeated.
+    """
+
+    evaluation_id: str
+    submitted: float = 0.0
+    spec: EvaluationSpec | None = None
+    finished: bool = False
+    counts: Mapping[str, int] = field(factory=dict)
+    sessions: tuple[EvaluatedSession, ...] = ()
+    created: bool = True
+
+
+@frozen(kw_only=True)
 class Consumer:
     """A named reader of the stream. `behind_events` counts the events of all kinds after its position,
     whatever it filters; `behind_bytes` is about their size.
@@ -111,3 +173,44 @@ class Consumers:
     """All consumers that the node keeps a position for."""
 
     consumers: tuple[Consumer, ...]
+
+
+@frozen(kw_only=True)
+class ScoreRow:
+    """A row to score: its ids, int32[T]. Tokens from `start` on get a logprob; with a mask, uint8[T], those
+    of them where it is 1.
+    """
+
+    token_ids: Int32Array
+    loss_mask: bytes | None = None
+    start: int = 0
+
+
+@frozen(kw_only=True)
+class ScoreRequest:
+    """The body of POST /v1/score. `engine` is one of the node's teachers, or `policy`; `adapter` one of the
+    policy's.
+    """
+
+    rows: tuple[ScoreRow, ...]
+    engine: str = "policy"
+    adapter: str = ""
+
+
+@frozen(kw_only=True)
+class ScoredRow:
+    """float32[T] in nats: 0 where no logprob was asked for, and for the first token, which has none.
+    `version` names the weights; null where nothing was to be scored.
+    """
+
+    logprobs: Float32Array
+    version: str | None
+
+
+@frozen(kw_only=True)
+class ScoreAnswer:
+    """The rows in the order of the request."""
+
+    engine: str
+    arrays: str
+    rows: tuple[ScoredRow, ...]

@@ -90,6 +90,8 @@ class RuntimeSpec:
     * `writable`: what stays writable while the harness runs, besides the workdir, the home, /tmp and
       /var/tmp; the rest of the root is read-only.
     * `artifacts`: files and folders of the session to keep, relative to the workdir or absolute.
+    * `keep_workspace`: keep the workdir as the harness left it, so that an evaluator that works in it can
+      score the session again.
     """
 
     image: str = "agent"
@@ -111,6 +113,7 @@ class RuntimeSpec:
     writable: tuple[str, ...] = ()
     volumes: tuple[VolumeSpec, ...] = ()
     artifacts: tuple[str, ...] = ()
+    keep_workspace: bool = False
     # files and prepare steps are done once and the container they leave is copied; False does them in each
     # session
     reuse_prepared: bool = True
@@ -176,10 +179,13 @@ class CarrySpec:
     * `top_logprobs`: the number of likeliest tokens to record at each sampled one, 0 to 20; 8 bytes each.
     * `routed_experts`: record the experts that computed each position of a mixture model, for a trainer that
       replays the routing; layers times experts of a token, in bytes, for each position.
+    * `teacher`: the name of an engine that scores every trained token when the session is over: one of the
+      node's `[teachers.NAME]`, or `policy`, its current weights. "" for none; 4 bytes each.
     """
 
     top_logprobs: int = 0
     routed_experts: bool = False
+    teacher: str = ""
 
 
 @frozen(kw_only=True)
@@ -221,6 +227,7 @@ class TaskSpec:
     # which sampled thinking a later prompt shows: all of it, or what the model's template shows
     thinking: Literal["keep", "template"] = "keep"
     carry: CarrySpec = field(factory=CarrySpec)
+    adapter: str = ""  # the name of the LoRA adapter that its calls are sampled by; "" for the base alone
     group: GroupSpec = field(factory=GroupSpec)
     callback_url: str | None = None  # each event of the task is sent to this URL by POST until it is accepted
     # the body of the POST: `event`, the event as on the stream, or a format that the node registered
@@ -247,6 +254,7 @@ class CaptureSpec:
     sampling: Sampling = field(factory=Sampling)
     thinking: Literal["keep", "template"] = "keep"
     carry: CarrySpec = field(factory=CarrySpec)
+    adapter: str = ""
     metadata: Mapping[str, Json] = field(factory=dict)
 
 
@@ -265,3 +273,17 @@ class CaptureEnd:
     metrics: Mapping[str, Json] = field(factory=dict)
     turn_rewards: Mapping[str, float] = field(factory=dict)
     lineage_rewards: Mapping[str, float] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class EvaluationSpec:
+    """Finished sessions to score again: those named, or those that hold the places of a task or a group.
+
+    `evaluator`: in place of each task's own. `reason`: returned with each reward.
+    """
+
+    sessions: tuple[str, ...] = ()
+    task_id: str | None = None
+    group_id: str | None = None
+    evaluator: EvaluatorSpec | None = None
+    reason: str | None = None

@@ -174,6 +174,11 @@ class Trace:
     `top` has a row for each trainable token, in order; `routed` has positions [offset, offset + T - 1)
     without a gap. Each is None where it was not requested, or where it would be incomplete: `missing_extras`
     then gives what is missing, of which turn, and why.
+
+    `teacher_logprobs` float32[T], in nats, 0 where the mask is 0: what the task's `carry.teacher` gives each
+    trained token after all tokens of the row before it, those before `offset` too. None where no teacher was
+    requested, or where it could not score the row: `missing_extras` then says why. `metrics.teacher` of the
+    trajectory names the teacher and its version.
     """
 
     lineage: int
@@ -192,6 +197,7 @@ class Trace:
     over_long: bool = False
     top: TopLogprobs | None = field(default=None, metadata=json_key("top_logprobs"))
     routed: RoutedExperts | None = field(default=None, metadata=json_key("routed_experts"))
+    teacher_logprobs: Float32Array | None = None
     missing_extras: tuple[str, ...] = field(default=(), metadata=written_as("lacks"))
 
     @property
@@ -303,6 +309,15 @@ class Trajectory:
     def trainable_tokens(self) -> int:
         """Tokens that carry loss, over all traces."""
         return sum(trace.loss_mask.count(1) for trace in self.traces)
+
+
+def rewarded(trace: Trace, verdict: Verdict) -> Trace:
+    """A trace with its lineage's reward where there is one, else the session's, and its turns with theirs."""
+    reward = verdict.lineage_rewards.get(trace.lineage, verdict.reward)
+    if not verdict.turn_rewards and all(span.reward is None for span in trace.turn_spans):
+        return evolve(trace, reward=reward)
+    spans = tuple(evolve(span, reward=verdict.turn_rewards.get(span.turn)) for span in trace.turn_spans)
+    return evolve(trace, reward=reward, turn_spans=spans)
 
 
 def without_damaged(

@@ -88,6 +88,48 @@ class WeightsState:
 
 
 @frozen(kw_only=True)
+class AdapterReport:
+    """A version of an adapter that is served: each call of its sessions that begins from now on is sampled by
+    it. `seconds` is the time it took; `created` is False when it was served already.
+    """
+
+    name: str
+    version: str
+    source: Mapping[str, str] = field(factory=dict)
+    seconds: float = 0.0
+    created: bool = True
+
+
+@frozen(kw_only=True)
+class AdapterState:
+    """An adapter: the version that is current, whether the engine holds it, and who needs it. `sessions` name
+    it and are not over, `calls` sample by any of its versions now; `loads` counts how often it was loaded,
+    `seconds` is how long the last took on the slowest host. Without a version `warning` says why not.
+    """
+
+    name: str
+    version: str
+    loaded: bool = False
+    sessions: int = 0
+    calls: int = 0
+    loads: int = 0
+    seconds: float = 0.0
+    warning: str | None = None
+
+
+@frozen(kw_only=True)
+class AdaptersState:
+    """The adapters of a node. `lora_rank` is the largest rank it takes, 0 where it takes none; `lora_slots`
+    is how many it holds in the engine at once.
+    """
+
+    adapters: tuple[AdapterState, ...] = ()
+    lora_rank: int = 0
+    lora_slots: int = 0
+    updates: int = 0
+
+
+@frozen(kw_only=True)
 class WeightsStatus(WeightsState):
     """The state of the weights and, where requested, the last updates, newest first."""
 

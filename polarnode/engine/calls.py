@@ -75,9 +75,9 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, r
         raise EngineError("an order has a constraint or a steering, not both", retryable=False)
 
 
-def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
+def to_generate(order: GenerateOrder, *, context_length: int, adapter: str = "") -> Generate:
     """The host's message. `max_tokens` is clipped to what the context still holds, and always set: SGLang's
-    own default is 128.
+    own default is 128. `adapter` is the version that samples.
     """
     room = context_length - len(order.prompt)
     sampling = sampling_parameters(order.sampling, max_tokens=min(order.sampling.max_tokens or room, room))
@@ -94,6 +94,7 @@ def to_generate(order: GenerateOrder, *, context_length: int) -> Generate:
         processor=None if order.steering is None else order.steering.processor,
         constraint_after=None if order.constraint is None else order.constraint_after,
         routed_from=order.routed_from,
+        adapter=adapter,
     )
 
 
@@ -148,6 +149,7 @@ class Call:
     session: str = ""
     prompt_tokens: int = 0
     expected: int = 0  # tokens that it was expected to need of the KV cache
+    adapter: str = ""  # the version of an adapter that samples
     over: bool = field(default=False, init=False)  # the host sends nothing more about it
     _left: bool = field(default=False, init=False)
     _ids: "array[int]" = field(factory=ids, init=False)

@@ -1,16 +1,24 @@
-"""The tensors of a checkpoint's folder: names, shapes and dtypes, read from the headers of its safetensors
-files.
+"""The tensors of a checkpoint's folder or an adapter's: names, shapes and dtypes, read from the headers of
+its safetensors files.
 
 No torch here: the node and the simulated engine read checkpoints too. A header is bounded before it is read.
+What an adapter may be is what SGLang samples by exactly: some of PEFT's options it ignores, so that the
+logprobs would be those of other weights, and some shapes end its scheduler in the middle of a batch.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy
 from attrs import frozen
+
+from polarnode.core.errors import shortened
 
 HEAD_LIMIT = 100 << 20  # bytes: safetensors' own bound of its head
 SHOWN = 3  # names in a sentence
@@ -19,6 +27,12 @@ FLOATS = frozenset({"BF16", "F16", "F32"})  # any of them is read as any other
 
 class BadCheckpoint(ValueError):
     """Why weights do not belong to the model, in one sentence."""
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise BadCheckpoint unless it holds."""
+    if not holds:
+        raise BadCheckpoint(sentence)
 
 
 @frozen
@@ -38,29 +52,41 @@ def manifest(path: Path) -> Manifest:
     for file in sorted(path.glob("*.safetensors")):
         found |= {
             name: Kind(tuple(each["shape"]), str(each["dtype"]))
-            for name, each in _head(file).items()
+            for name, each in head(file).items()
             if name != "__metadata__"
         }
     return found
 
 
-def _head(file: Path) -> dict[str, Any]:
+def head(file: Path) -> dict[str, Any]:
+    """A safetensors file's header: for each tensor shape, dtype and place, within the file; and
+    `__metadata__`, as it is.
+    """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= HEAD_LIMIT:
             raise BadCheckpoint(f"{file.name} is no safetensors file: its header claims {length} bytes")
         try:
             head: dict[str, Any] = json.loads(opened.read(length))
-        except ValueError as error:
-            raise BadCheckpoint(f"{file.name} is no whole safetensors file: {error}") from None
-    end = (
-        8
-        + length
-        + max((each["data_offsets"][1] for name, each in head.items() if name != "__metadata__"), default=0)
-    )
+            ends = [_end(each) for name, each in head.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise BadCheckpoint(
+                f"{file.name} is no whole safetensors file: {type(error).__name__}: {error}"
+            ) from None
+    end = 8 + length + max(ends, default=0)
     if file.stat().st_size < end:
         raise BadCheckpoint(f"{file.name} is cut: it has {file.stat().st_size} bytes and needs {end}")
     return head
+
+
+def _end(tensor: Mapping[str, Any]) -> int:
+    """Where a tensor of a header ends. Raises ValueError and others for what is none."""
+    first, last = tensor["data_offsets"]
+    numbers = (first, last, *tensor["shape"])
+    if not all(type(each) is int and each >= 0 for each in numbers) or last < first:
+        raise ValueError(f"a tensor of shape {shortened(str(tensor['shape']), 80)} from {first} to {last}")
+    tensor["dtype"].isalnum()
+    return int(last)
 
 
 def check_folder(path: Path, model: Manifest) -> None:
@@ -97,6 +123,180 @@ def check_whole(names: Iterable[str], model: Manifest) -> None:
     """
     if missing := sorted(model.keys() - set(names)):
         raise BadCheckpoint(f"{_some(missing)} missing: send every tensor of the model")
+
+
+# ── adapters ──────────────────────────────────────────────────────────────
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT's save_pretrained names them
+CONFIG_LIMIT = 1 << 20  # bytes: PEFT's own is 1 kB
+READ = 1 << 24  # values of a tensor looked at together
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+# fields of PEFT's config that change what the adapter computes and that SGLang does not read, each with the
+# values that mean "not used"
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "use_qalora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "alora_invocation_tokens": (None, []),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+}
+# ways to begin that change the base weights, or the layer
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+MOST_ALPHA = 1e6  # beyond it is no scale but a mistake, and the engine's float32 would overflow
+
+
+@frozen(kw_only=True)
+class AdapterLimits:
+    """What the engine has room for: the largest rank, and the modules that may be changed."""
+
+    rank: int
+    modules: tuple[str, ...]
+
+
+def check_adapter(path: Path, model: Manifest, limits: AdapterLimits) -> None:
+    """Raise BadCheckpoint unless the folder holds a LoRA adapter in PEFT's layout that the engine samples by
+    exactly, for a model with these tensors (any if those are unknown). Reads every value.
+    """
+    rank, found = _check_config(path, limits), manifest(path)
+    require(
+        (path / TENSORS).is_file() and len(found) > 0,
+        f"there are no tensors in {path / TENSORS}: save the adapter with save_pretrained",
+    )
+    modules: dict[str, dict[str, Kind]] = {}
+    for name, kind in found.items():
+        if (matched := _TENSOR.fullmatch(name)) is None:
+            raise BadCheckpoint(f"{name} is no tensor of a LoRA adapter of linear layers: leave it out")
+        modules.setdefault(matched[1], {})[matched[2]] = kind
+    for module, pair in modules.items():
+        _check_module(module, pair, model, limits, rank)
+        _check_partners(module, modules.keys())
+    _check_finite(path / TENSORS)
+
+
+def _check_config(path: Path, limits: AdapterLimits) -> int:
+    """The adapter's rank, from a config of which SGLang ignores nothing that matters."""
+    try:
+        with (path / CONFIG).open("rb") as file:
+            read = json.loads(file.read(CONFIG_LIMIT))
+    except FileNotFoundError:
+        raise BadCheckpoint(f"there is no {CONFIG} under {path}: name a folder in PEFT's layout") from None
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{CONFIG} is no JSON: {error}") from None
+    config = defaultdict[str, Any](lambda: None, read if isinstance(read, dict) else {})
+    kind, rank, alpha = config["peft_type"], config["r"], config["lora_alpha"]
+    require(str(kind).upper() == "LORA", f"peft_type is {_shown(kind)}: only LORA is served")
+    require(
+        type(rank) is int and 1 <= rank <= limits.rank,
+        f"r is {_shown(rank)}, the rank, and this node takes 1 to {limits.rank}: train a smaller one, or"
+        " start the node with a larger lora_rank",
+    )
+    require(
+        type(alpha) in (int, float) and abs(alpha) < MOST_ALPHA,
+        f"lora_alpha is {_shown(alpha)}: give a number, the update is scaled by lora_alpha / r",
+    )
+    for name, plain in PLAIN.items():
+        require(
+            config[name] in plain,
+            f"{name} is {_shown(config[name])}, which the engine does not compute: train without it",
+        )
+    begun, targets = config["init_lora_weights"], config["target_modules"]
+    require(
+        not str(begun).lower().startswith(CHANGES_BASE),
+        f"init_lora_weights is {_shown(begun)}, which changes the base: save it as an adapter of the"
+        " unchanged base (path_initial_model_for_weight_conversion) whose init_lora_weights is true",
+    )
+    names = [] if targets == "all-linear" else targets
+    require(
+        isinstance(names, list) and all(isinstance(each, str) for each in names),
+        f"target_modules is {_shown(targets)}: give a list of the modules' names",
+    )
+    for each in names:
+        _check_target(each.rpartition(".")[2], limits)
+    return int(rank)
+
+
+def _check_target(module: str, limits: AdapterLimits) -> None:
+    require(
+        module in limits.modules,
+        f"target_modules has {_shown(module)}, and this node's adapters change {', '.join(limits.modules)}:"
+        " train those, or start the node with it among lora_modules",
+    )
+
+
+def _check_module(
+    module: str, pair: Mapping[str, Kind], model: Manifest, limits: AdapterLimits, rank: int
+) -> None:
+    """One layer's pair of matrices: A is [r, in], B is [out, r] for a weight of [out, in]."""
+    _check_target(module.rpartition(".")[2], limits)
+    require(len(pair) == 2, f"{module} has lora_{min(pair)} alone: save both of its matrices")
+    weight = model.get(f"{module}.weight")
+    require(not model or weight is not None, f"{module} is not in the model: the adapter is for another base")
+    for side, (which, kind) in enumerate(sorted(pair.items())):
+        found = f"{module}.lora_{which} has shape {list(kind.shape)}"
+        require(
+            kind.dtype in FLOATS,
+            f"{module}.lora_{which} is {kind.dtype}: save it as float32, bfloat16 or float16",
+        )
+        require(
+            len(kind.shape) == 2 and kind.shape[side] == rank,
+            f"{found}, and r is {rank}: every module needs the same rank",
+        )
+        require(
+            weight is None or kind.shape[1 - side] == weight.shape[1 - side],
+            f"{found}, and the model's weight {list(weight.shape if weight else ())}: the adapter is for"
+            " another base",
+        )
+
+
+# SGLang joins these into one layer: where it finds one of the first, it needs all of the second
+JOINED = (({"q_proj", "k_proj", "v_proj"}, ("q_proj", "v_proj")), ({"up_proj"}, ("gate_proj",)))
+
+
+def _check_partners(module: str, modules: Collection[str]) -> None:
+    parent, _, name = module.rpartition(".")
+    for partner in next((partners for names, partners in JOINED if name in names), ()):
+        require(
+            f"{parent}.{partner}" in modules,
+            f"{module} has an adapter and {parent}.{partner} has none: the engine joins them into one layer,"
+            f" so train {partner} too",
+        )
+
+
+def _check_finite(file: Path) -> None:
+    """Every value is a number: one that is not would make each logprob of its calls none."""
+    data, listed = numpy.memmap(file, dtype=numpy.uint8, mode="r"), head(file)
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    # bits of the exponent: all of them set in what is infinite or no number
+    bits = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
+    for name, each in listed.items():
+        if name != "__metadata__" and (found := bits.get(each["dtype"])):
+            first, last = each["data_offsets"]
+            require(
+                last - first == int(found[0][-1]) * prod(each["shape"]),
+                f"{name} has {last - first} bytes, not those of its shape: save it again",
+            )
+            values = data[start + first : start + last].view(found[0])
+            for part in range(0, values.size, READ):
+                require(
+                    not ((values[part : part + READ] & found[1]) == found[1]).any(),
+                    f"{name} has values that are no finite numbers: send the step before",
+                )
+
+
+def _shown(value: object) -> str:
+    return shortened(repr(value), 80)
 
 
 def _some(names: list[str]) -> str:

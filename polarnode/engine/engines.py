@@ -7,7 +7,7 @@ the body of `open_engines`. What they do on their way out is bounded in `host.py
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
@@ -16,14 +16,16 @@ import trio
 from attrs import define, field
 
 from polarnode.core.errors import Conflict, EngineError, Refused
-from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.core.ports import Chunk, GenerateOrder, RowScores, ScoreOrder
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode, UpdateMode
+from polarnode.engine.adapters import Adapters
 from polarnode.engine.calls import Call, check_order
 from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
 from polarnode.engine.host_resources import sweep
 from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, Ready
 from polarnode.engine.routing import EngineKind, EngineStatistics, Router, followed
+from polarnode.engine.scoring import ATTEMPTS, check_score
 from polarnode.engine.settings import EngineSettings, External, check, gpu_groups
 from polarnode.engine.update import ALIVE, Make, Update
 
@@ -50,6 +52,7 @@ class Engines:
     _versions: list[str] = field(factory=list)
     _update: Update | None = None
     _ports: set[int] = field(factory=set)
+    adapters: Adapters = field(factory=Adapters)
 
     @property
     def ports(self) -> Collection[int]:
@@ -94,27 +97,47 @@ class Engines:
 
     @asynccontextmanager
     async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """Sample. Entering the block waits for the session's turn (`routing.FairQueue`). Leaving it in any
-        way ends the generation in the engine.
+        """Sample. Entering the block waits for the session's turn (`routing.FairQueue`), and for the adapter
+        where the engine has it not. Leaving it in any way ends the generation in the engine.
 
-        Raises ContextTooLong for a prompt that leaves no room, EngineError for ids outside the vocabulary and
-        when no host serves within WAIT_FOR_HOST; iterating raises EngineError as soon as the host that serves
-        this call dies.
+        Raises ContextTooLong for a prompt that leaves no room, EngineError for ids outside the vocabulary, an
+        unknown adapter, and when no host serves within WAIT_FOR_HOST; iterating raises EngineError as soon as
+        the host that serves this call dies.
         """
         check_order(order, vocab_size=self.vocab_size, context_length=self.context_length, routes=self.routes)
-        host, call = await self._begin(order)
-        try:
-            yield call
-        finally:
-            host.end(call)
+        async with self.adapters.leased(order.adapter) as version:
+            host, call = await self._begin(order, version)
+            try:
+                yield call
+            finally:
+                host.end(call)
 
-    async def _begin(self, order: GenerateOrder) -> tuple[Host, Call]:
+    async def _begin(self, order: GenerateOrder, adapter: str) -> tuple[Host, Call]:
         """The call, once a host has taken it. If the host dies before, another one is chosen."""
         while True:
-            host = await self._choose(order.affinity)
-            call = await host.begin(order, context_length=self.context_length)
+            host = await self._choose(order.affinity, lambda host: host.before(order.affinity))
+            call = await host.begin(order, context_length=self.context_length, adapter=adapter)
             if call is not None:
                 return host, call
+
+    async def score(self, order: ScoreOrder) -> RowScores:
+        """Score a row (`scoring.ScoreTurns`). Leaving early ends it in the engine.
+
+        Raises Refused for a row that the engine cannot read, EngineError when no host serves within
+        WAIT_FOR_HOST, and after ATTEMPTS at a row.
+        """
+        check_score(order, vocab_size=self.vocab_size, context_length=self.context_length)
+        failures = 0
+        async with self.adapters.leased(order.adapter) as version:
+            while True:
+                host = await self._choose("", lambda host: host.scoring.waiting)
+                try:
+                    if (scores := await host.score(order, version)) is not None:
+                        return scores
+                except EngineError as error:
+                    failures += 1
+                    if not error.retryable or failures == ATTEMPTS:
+                        raise
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling everywhere: freeze requests with their cache, send them back to the queue, or abort
@@ -133,8 +156,9 @@ class Engines:
         the old weights are served again.
 
         New calls wait. Raises Refused for weights a host would not take, EngineError when one died;
-        EngineError for a second update at once.
+        EngineError for a second update at once, Conflict while there are adapters.
         """
+        self.adapters.insist_none()
         if self._update is not None:
             raise EngineError("the weights are being updated: one update at a time")
         update = self._update = Update(everyone=self._hosts, mode=mode, before=self._paused)
@@ -211,6 +235,7 @@ class Engines:
         if self._external is not None:
             serving = [host.version for host in self._hosts if host.state == "ready"]
             self._versions = followed(self._versions, serving)
+        self.adapters.wake()
         self._changed.set()
         self._changed = trio.Event()
         for host in self._hosts:
@@ -228,14 +253,10 @@ class Engines:
                     )
             await self._changed.wait()
 
-    async def _choose(self, affinity: str) -> Host:
+    async def _choose(self, affinity: str, load: Callable[[Host], int]) -> Host:
         with trio.move_on_after(WAIT_FOR_HOST) as patience:
             while (
-                not (
-                    loads := {
-                        host.index: host.before(affinity) for host in self._hosts if host.state == "ready"
-                    }
-                )
+                not (loads := {host.index: load(host) for host in self._hosts if host.state == "ready"})
                 or self._update is not None
             ):
                 if all(host.state == "failed" for host in self._hosts):
@@ -315,6 +336,7 @@ async def open_hosts(
             kind="sglang" if settings.simulated is None else "simulated",
             versions=[loaded.version if loaded else settings.weight_version],
         )
+    engines.adapters = Adapters(settings, lambda: engines.versions, lambda: engines._update is not None)
     ports = _Ports(engines._ports)
     engines._hosts = tuple(
         Host(
@@ -327,15 +349,17 @@ async def open_hosts(
             settled=engines._wait_settled,
             program=program,
             loaded=loaded,
+            kept=engines.adapters.kept,
         )
         for index, gpus in enumerate(gpu_groups(settings))
     )
+    engines.adapters.hosts = engines._hosts
     ours: list[BaseException] = []
     try:
         async with trio.open_nursery() as nursery:
             # bounded by the body: cancelled right after it, on success or failure
             service = trio.CancelScope(shield=True)
-            nursery.start_soon(_serve, engines._hosts, service)
+            nursery.start_soon(_serve, engines, service)
             try:
                 await engines.wait_started()
                 yield engines
@@ -351,10 +375,11 @@ async def open_hosts(
         raise
 
 
-async def _serve(hosts: tuple[Host, ...], service: trio.CancelScope) -> None:
+async def _serve(engines: Engines, service: trio.CancelScope) -> None:
     with service:
         async with trio.open_nursery() as nursery:
-            for host in hosts:
+            nursery.start_soon(engines.adapters.tidy)
+            for host in engines._hosts:
                 nursery.start_soon(host.run)
 
 

@@ -42,6 +42,8 @@ from polarnode.engine.protocol import (
     Pause,
     Piece,
     Ready,
+    Score,
+    Scored,
     Shutdown,
     Start,
     ToNode,
@@ -92,31 +94,28 @@ class Server(Protocol):
 
     async def model(self) -> str:
         """The folder or name that its tokenizer comes from."""
-        ...
 
     async def probe(self) -> Ready:
         """What the server is. Raises Unfit where it cannot give exact ids, logprobs, or the wanted
         vocabulary.
         """
-        ...
 
     async def look(self) -> Load:
         """Its load, and the version of the weights it serves now (UNKNOWN_VERSION where nobody named it)."""
-        ...
 
     async def generate(self, order: Generate, send: Send) -> None:
         """Sample, and send what comes, its end included. A new version is sent as a Load before its first
         Piece. Cancelled to leave early: `abort` follows.
         """
-        ...
+
+    async def score(self, order: Score) -> Scored | Failed:
+        """Score a row: the end of it."""
 
     async def abort(self, rid: str) -> None:
         """End a request; one that is over or unknown is ignored."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Hold generation on the server."""
-        ...
 
     async def resume(self) -> None: ...
 
@@ -197,7 +196,7 @@ class Serving:
 
     def _handle(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
-            case Generate(rid=rid):
+            case Generate(rid=rid) | Score(rid=rid):
                 scope = self._calls[rid] = trio.CancelScope()
                 nursery.start_soon(self._generate, message, scope)
             case Abort(rid=rid):
@@ -242,13 +241,15 @@ class Serving:
             await trio.sleep(TRIES.delay(attempt))
         raise AssertionError("it tries for ever")
 
-    async def _generate(self, order: Generate, scope: trio.CancelScope) -> None:
+    async def _generate(self, order: Generate | Score, scope: trio.CancelScope) -> None:
         over = False
         try:
             with scope:
                 await self._sampled(order)
                 over = True
-            if not over:
+            if not over and isinstance(order, Score):
+                self.send(Failed(rid=order.rid, message="the row was given up", retryable=True))
+            elif not over:
                 self.send(Piece(rid=order.rid, ids=b"", logprobs=b"", version="", finish="abort"))
         finally:
             self._calls.pop(order.rid, None)
@@ -256,9 +257,12 @@ class Serving:
                 with trio.move_on_after(ABORT_S, shield=True), suppress(Unreachable, Unfit):
                     await self.server.abort(order.rid)
 
-    async def _sampled(self, order: Generate) -> None:
+    async def _sampled(self, order: Generate | Score) -> None:
         try:
-            await self.server.generate(order, self.send)
+            if isinstance(order, Score):
+                self.send(await self.server.score(order))
+            else:
+                await self.server.generate(order, self.send)
         except Unreachable as error:
             self.send(Failed(rid=order.rid, message=str(error), retryable=True))
             self._doubt.set()

@@ -24,15 +24,26 @@ from attrs import define, evolve, field
 from polarnode.core.codec.limits import is_loopback
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
-from polarnode.engine.embedded.control import CONSTRAINTS, piece, request, routed
+from polarnode.engine.embedded.control import CONSTRAINTS, piece, request, routed, score_request, scored
 from polarnode.engine.external import KEY_VARIABLE, Send, Unfit, Unreachable, Versions, Wanted
-from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready, Routed, ToNode
+from polarnode.engine.protocol import (
+    Failed,
+    Generate,
+    Load,
+    Piece,
+    Ready,
+    Routed,
+    Score,
+    Scored,
+    ToNode,
+)
 
 NAMELESS = frozenset({"default", ""})  # what SGLang is labelled with until somebody names its weights
 ANSWER_S = (
     30.0  # seconds for a small request: its loop is behind by seconds when a thousand streams end at once
 )
 PROBE_S = 60.0  # seconds for a request of one token: a cold GPU compiles for it
+SCORE_S = 600.0  # seconds for a row: one of 128k tokens that waits behind agents takes minutes
 PAUSE_S = 600.0  # seconds for a pause: one by `abort` waits until every request has ended
 CONNECT_S = 10.0
 ANSWER_BYTES = (
@@ -482,6 +493,25 @@ class SglangServer(HttpApi):
                 messages[-1] = answer.unnamed(last)
         for message in messages:
             send(message)
+
+    async def score(self, order: Score) -> Scored | Failed:
+        began = self._version
+        try:
+            answer = await self.sent(
+                "POST", "generate", {**score_request(order), "stream": False}, within=SCORE_S
+            )
+            meta = answer["meta_info"]
+            label = str(meta.get("weight_version", ""))
+            if label != self.versions.label:
+                await self._look_at_weights()
+            version = self.versions.named(label)
+            # of a part that other weights may have read nothing is said
+            return scored(order, meta, version if version == began else UNKNOWN_VERSION)
+        except Unfit as error:
+            return Failed(rid=order.rid, message=str(error), retryable=False)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            message = f"{self._url}: an answer of another shape ({type(error).__name__}: {error})"
+            return Failed(rid=order.rid, message=message, retryable=False)
 
     async def abort(self, rid: str) -> None:
         # a server with an admin key refuses it, and ends the request because nobody reads it any more

@@ -28,12 +28,13 @@ from polarnode.engine.external_sglang import (
     NAMELESS,
     PAUSE_S,
     PROBE_S,
+    SCORE_S,
     AnswerReader,
     HttpApi,
     Missing,
     SglangServer,
 )
-from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready
+from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready, Score, Scored
 
 GENERATE = "inference/v1/generate"
 ABORT = "inference/v1/abort_requests"
@@ -269,6 +270,27 @@ class VllmServer(HttpApi):
         if new and self._names:
             send(await self.look())
 
+    async def score(self, order: Score) -> Scored | Failed:
+        """A row by `prompt_logprobs`, which are of the logits at temperature 1 whatever is sampled; vLLM then
+        computes the whole prompt, and samples one token.
+        """
+        ids = array("i", order.row).tolist()
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"request_id": order.rid, "token_ids": ids, "sampling_params": sampling}
+        try:
+            answer = await self.sent("POST", GENERATE, body, within=SCORE_S)
+            rows = answer["prompt_logprobs"][order.start :]
+            values = [
+                float(row[str(token)]["logprob"]) for row, token in zip(rows, ids[order.start :], strict=True)
+            ]
+        except Unfit as error:
+            return Failed(rid=order.rid, message=str(error), retryable=False)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            message = f"{self._url} gives no logprobs of a prompt ({type(error).__name__}: {error})"
+            return Failed(rid=order.rid, message=message, retryable=False)
+        version = (await self.look()).weight_version
+        return Scored(rid=order.rid, logprobs=array("f", values).tobytes(), version=version)
+
     async def abort(self, rid: str) -> None:
         # vLLM also ends what nobody reads any more
         with suppress(Unfit):
@@ -327,6 +349,9 @@ class AnyServer(HttpApi):
 
     async def generate(self, order: Generate, send: Send) -> None:
         await (await self._server()).generate(order, send)
+
+    async def score(self, order: Score) -> Scored | Failed:
+        return await (await self._server()).score(order)
 
     async def abort(self, rid: str) -> None:
         await (await self._server()).abort(rid)

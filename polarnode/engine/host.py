@@ -19,7 +19,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.core.errors import EngineError
-from polarnode.core.ports import GenerateOrder
+from polarnode.core.ports import GenerateOrder, RowScores, ScoreOrder
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
 from polarnode.engine.calls import Call, to_generate
@@ -34,20 +34,25 @@ from polarnode.engine.protocol import (
     FrameDecoder,
     FrameError,
     Load,
+    LoadAdapter,
     LoadDisk,
     Message,
     Pause,
     Piece,
     Ready,
     Routed,
+    Score,
+    Scored,
     Shutdown,
     Start,
     ToHost,
+    UnloadAdapter,
     Waiting,
     encode,
     encode_all,
 )
 from polarnode.engine.routing import SAMPLED, Deaths, FairQueue, HostState, HostStatistics
+from polarnode.engine.scoring import ScoreCall, ScoreTurns
 from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
 from polarnode.support.concurrency import open_process_group
 
@@ -96,6 +101,7 @@ class _Waiting:
 
     order: GenerateOrder
     context_length: int
+    adapter: str
     call: Call | None = None
     decided: trio.Event = field(factory=trio.Event)
 
@@ -166,8 +172,9 @@ _log = logging.getLogger(__name__)
 
 @define(eq=False)
 class Host:
-    """The node's side of one engine host. `on_change` is called whenever `state` may have changed; `settled`
-    returns when no weights change.
+    """The node's side of one engine host. `on_change` is called whenever `state` may have changed, and when a
+    call of an adapter is over; `settled` returns when no weights change. `kept` are the versions of adapters
+    that it must hold to serve, and `adapters` those that it holds.
     """
 
     index: int
@@ -178,6 +185,8 @@ class Host:
     _on_change: Callable[[], None]
     _settled: Callable[[], Awaitable[None]]
     _program: tuple[str, ...]
+    _kept: Mapping[str, Path] = field(factory=dict)
+    adapters: set[str] = field(factory=set)
     state: HostState = "starting"
     ready: Ready | None = None
     loaded: Loaded | None = None
@@ -188,7 +197,9 @@ class Host:
     waiting: Waiting | None = None  # for its server, as it was reported last
     _pid: int | None = None
     _load: Load | None = None
+    scoring: ScoreTurns = field(init=False)
     _calls: dict[str, Call] = field(factory=dict)
+    _scores: dict[str, ScoreCall] = field(factory=dict)
     _queue: "FairQueue[_Waiting]" = field(factory=FairQueue)
     _questions: Questions = field(factory=Questions)
     _outbox: list[Message] = field(factory=list)
@@ -202,9 +213,14 @@ class Host:
     def _make_deaths(self) -> Deaths:
         return Deaths(gives_up=self._settings.external is None)
 
+    @scoring.default
+    def _make_scoring(self) -> ScoreTurns:
+        return ScoreTurns(samples=lambda: bool(self._calls or self._queue.waiting))
+
     @property
     def in_flight(self) -> int:
-        return len(self._calls)
+        """Its calls and the rows that it scores."""
+        return len(self._calls) + len(self._scores)
 
     @property
     def is_awaited(self) -> bool:
@@ -239,13 +255,15 @@ class Host:
         """About how many calls a new one of this session has before it on this host."""
         return self._queue.before(session)
 
-    async def begin(self, order: GenerateOrder, *, context_length: int) -> Call | None:
-        """Send a generation when it is its session's turn. None: the host died meanwhile."""
+    async def begin(self, order: GenerateOrder, *, context_length: int, adapter: str = "") -> Call | None:
+        """Send a generation when it is its session's turn. None: the host died meanwhile. `adapter` is the
+        version that samples.
+        """
         if order.request_id in self._calls:
             raise EngineError(
                 f"request id {order.request_id} is in use: every generation needs its own", retryable=False
             )
-        waiting, session = _Waiting(order, context_length), order.affinity
+        waiting, session = _Waiting(order, context_length, adapter), order.affinity
         self._queue.add(session, waiting, tokens=_expected(order))
         self.admit()
         try:
@@ -272,8 +290,9 @@ class Host:
                 session=order.affinity,
                 prompt_tokens=len(order.prompt),
                 expected=_expected(order),
+                adapter=waiting.adapter,
             )
-            self.post(to_generate(order, context_length=waiting.context_length))
+            self.post(to_generate(order, context_length=waiting.context_length, adapter=waiting.adapter))
             waiting.decided.set()
 
     def end(self, call: Call) -> None:
@@ -282,6 +301,22 @@ class Host:
         if not call.over and self._calls.get(call.rid) is call:
             self.post(Abort(rid=call.rid))
 
+    async def score(self, order: ScoreOrder, adapter: str) -> RowScores | None:
+        """Score a row when its turn has come, by a version of an adapter. None: the host died before, or its
+        weights change. Raises EngineError when it dies meanwhile, or refuses the row.
+        """
+        async with self.scoring.turn():
+            if self.state != "ready" or self.held:
+                return None
+            rid = order.request_id
+            call = self._scores[rid] = ScoreCall(len(order.row) - order.start)
+            self.post(Score(rid=rid, row=order.row.tobytes(), start=order.start, adapter=adapter))
+            try:
+                return await call.result()
+            finally:
+                if not call.over:
+                    self.post(Abort(rid=rid))
+
     async def ask(self, make: Callable[[int], ToHost]) -> Done:
         """Send a control message and wait for its answer. If the host dies meanwhile, the answer is a
         failure. Leaving early only drops the answer.
@@ -289,6 +324,22 @@ class Host:
         return await self._questions.ask(make, self.post) or Done(
             call=0, ok=False, message=self.last_error or "the engine host died"
         )
+
+    async def load_adapter(self, version: str, folder: Path) -> Done:
+        """Load a version of an adapter, which `adapters` names from then on."""
+        done = await self.ask(lambda call: LoadAdapter(call=call, name=version, path=str(folder)))
+        if done.ok:
+            self.adapters.add(version)
+        return done
+
+    async def unload_adapter(self, version: str) -> Done:
+        """Unload a version once the engine samples nothing by it. Loaded again meanwhile, it stays."""
+        self.adapters.discard(version)
+        return await self.ask(lambda call: UnloadAdapter(call=call, name=version))
+
+    def samples_by(self, version: str) -> int:
+        """Calls in the engine that sample by a version of an adapter."""
+        return sum(call.adapter == version for call in self._calls.values())
 
     def restart_with_reason(self, reason: str) -> None:
         """End this process because its state is wrong. It is started again."""
@@ -333,7 +384,7 @@ class Host:
 
     async def _run_process(self) -> str:
         """One process, from start to end; returns the reason of its exit."""
-        self._fatal_message, self._served, self._outbox = None, False, []
+        self._fatal_message, self._served, self._outbox, self.adapters = None, False, [], set()
         try:
             with (
                 open_scratch() as scratch,
@@ -408,11 +459,15 @@ class Host:
                         self.post(Abort(rid=rid))  # it failed on this message, and the host goes on sampling
                     if call.over:
                         self._over(rid)
+            case Scored(rid=rid):
+                if (row := self._score_over(rid)) is not None:
+                    row.take(message)
             case Failed(rid=rid, message=text, retryable=retryable):
+                error = EngineError(f"the engine refused the request: {text}", retryable=retryable)
                 if rid in self._calls:
-                    self._over(rid).fail(
-                        EngineError(f"the engine refused the request: {text}", retryable=retryable)
-                    )
+                    self._over(rid).fail(error)
+                elif (row := self._score_over(rid)) is not None:
+                    row.fail(error)
             case Done():
                 self._questions.answer(message)
             case Load():
@@ -428,9 +483,15 @@ class Host:
 
     def _over(self, rid: str) -> Call:
         call = self._leave(rid)
-        if not self._calls:
-            self._on_change()  # an update may wait for it
+        if call.adapter or not self._calls:
+            self._on_change()  # an update may wait for it, and an adapter's version be needed no more
         self.admit()
+        return call
+
+    def _score_over(self, rid: str) -> ScoreCall | None:
+        call = self._scores.pop(rid, None)
+        if not self.in_flight:
+            self._on_change()  # an update may wait for it
         return call
 
     def _leave(self, rid: str) -> Call:
@@ -471,8 +532,19 @@ class Host:
         self._queue.tokens = ready.max_total_tokens
         if (mode := self.paused) is not None:
             await self.ask(lambda call: Pause(call=call, mode=mode))
+        await self._load_kept()
         self.ready, self._served, self.waiting = ready, True, None
         self._change("ready")
+
+    async def _load_kept(self) -> None:
+        """Hold the adapters that the others hold. One whose files are gone fails its own calls only."""
+        tried: set[str] = set()
+        while missing := self._kept.keys() - self.adapters - tried:
+            version = min(missing)
+            tried.add(version)
+            done = await self.load_adapter(version, self._kept[version])
+            if not done.ok:
+                _log.error("engine host %d lacks adapter version %s: %s", self.index, version, done.message)
 
     def _on_exit(self, reason: str) -> None:
         """End every call and every question of this process, synchronously. Calls that it was never sent
@@ -481,6 +553,9 @@ class Host:
         self.last_error, self._pid, self._load = reason, None, None
         for rid in list(self._calls):
             self._leave(rid).fail(EngineError(f"engine host {self.index} died: {reason}"))
+        for row in self._scores.values():
+            row.fail(EngineError(f"engine host {self.index} died: {reason}"))
+        self._scores.clear()
         for waiting in self._queue.empty(trio.current_time()):
             waiting.decided.set()
         self._questions.end()

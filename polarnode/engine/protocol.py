@@ -118,6 +118,25 @@ class Memory:
     tags: Sequence[MemoryTag]
 
 
+@frozen(kw_only=True)
+class LoadAdapter:
+    """Take the adapter under `path` (PEFT's layout) beside those that are loaded. `name` is its version: no
+    two have the same.
+    """
+
+    call: int
+    name: str
+    path: str
+
+
+@frozen(kw_only=True)
+class UnloadAdapter:
+    """Forget an adapter, once the requests that sample by it have ended."""
+
+    call: int
+    name: str
+
+
 Update = (
     BeginUpdate
     | LoadDisk
@@ -129,6 +148,8 @@ Update = (
     | JoinGroup
     | LeaveGroup
     | Memory
+    | LoadAdapter
+    | UnloadAdapter
 )
 
 
@@ -187,7 +208,8 @@ class Generate:
 
     `top_logprobs` alternatives come with each token; `processor` is a logit processor in SGLang's
     spelling; the constraint among the sampling parameters begins after `constraint_after`, where that is
-    set. `routed_from`: the first position whose experts are reported.
+    set. `routed_from`: the first position whose experts are reported. `adapter`: the version that samples, of
+    those that were loaded; empty: the base.
     """
 
     rid: str
@@ -197,11 +219,22 @@ class Generate:
     processor: str | None = None
     constraint_after: int | None = None
     routed_from: int | None = None
+    adapter: str = ""
+
+
+@frozen(kw_only=True)
+class Score:
+    """One row to score: tokens [start, T) of `row`, int32 bytes. It has one end, `Scored` or `Failed`."""
+
+    rid: str
+    row: bytes
+    start: int
+    adapter: str = ""
 
 
 @frozen(kw_only=True)
 class Abort:
-    """Stop a generation; its last chunk still comes. Unknown or finished ids are ignored."""
+    """Stop a generation or the scoring of a row; its end still comes. Unknown or finished ids are ignored."""
 
     rid: str
 
@@ -301,8 +334,17 @@ class Routed:
 
 
 @frozen(kw_only=True)
+class Scored:
+    """The logprobs of a row from its `start` on, float32 bytes, all given by `version`."""
+
+    rid: str
+    logprobs: bytes
+    version: str
+
+
+@frozen(kw_only=True)
 class Failed:
-    """A generation that failed, and why."""
+    """A generation, or the scoring of a row, that failed, and why."""
 
     rid: str
     message: str
@@ -348,8 +390,8 @@ class Fatal:
     message: str
 
 
-ToHost = Start | Generate | Abort | Pause | Continue | Update | Shutdown
-ToNode = Ready | Piece | Routed | Failed | Done | Load | Waiting | Fatal
+ToHost = Start | Generate | Score | Abort | Pause | Continue | Update | Shutdown
+ToNode = Ready | Piece | Routed | Scored | Failed | Done | Load | Waiting | Fatal
 Message = ToHost | ToNode
 
 _CLASSES: tuple[type[Message], ...] = (*get_args(ToHost), *get_args(ToNode))

@@ -36,9 +36,14 @@ RESERVED = frozenset(
         "model_path", "device", "tp_size", "dp_size", "base_gpu_id", "skip_tokenizer_init",
         "incremental_streaming_output", "weight_version", "nccl_port", "context_length", "dtype",
         "mem_fraction_static", "max_total_tokens", "max_running_requests",
-        "enable_return_routed_experts", "enable_memory_saver", "enable_weights_cpu_backup",
+        "enable_return_routed_experts", "enable_memory_saver", "enable_weights_cpu_backup", "enable_lora",
+        "lora_paths", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras",
     }
 )  # fmt: skip
+
+# the linear layers of a transformer, as PEFT names them; every family that is served has these
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+IN_EXPERTS = frozenset(("gate_proj", "up_proj", "down_proj"))  # where the model is a mixture
 
 
 @frozen(kw_only=True)
@@ -72,7 +77,9 @@ class EngineSettings:
     as it is. A `simulated` engine has a host for each of `gpus` (or per `tp` of them) too, but needs none of
     them to be there. `routed_experts`: remember which experts of a mixture read each token, in main memory:
     layers * experts a token * 4 bytes for each token of the KV cache. `memory_saver`: GPU memory can be lent
-    to others; weights are then discarded (`discard`) or kept in main memory (`backup`).
+    to others; weights are then discarded (`discard`) or kept in main memory (`backup`). `lora_rank`: the
+    largest rank of an adapter, 0: none are taken; `lora_modules` are the layers that adapters may change, and
+    `lora_slots` of them are sampled by at once, in memory of the GPU that is taken at the start.
     """
 
     model_path: Path
@@ -90,6 +97,11 @@ class EngineSettings:
     external: External | None = None
     routed_experts: bool = False
     memory_saver: Literal["off", "discard", "backup"] = "off"
+    lora_rank: int = 0
+    lora_modules: tuple[str, ...] = LORA_MODULES
+    lora_slots: int = 8
+    # the environment variable that holds the key of external servers
+    key_env: str | None = "POLARNODE_ENGINE_KEY"
     extra: Mapping[str, Json] = field(factory=dict)
 
     def log_path(self, index: int) -> Path:
@@ -109,6 +121,8 @@ def check(settings: EngineSettings) -> None:
         raise _wrong(f"--routed-experts: {reason}")
     if settings.memory_saver != "off" and (settings.device == "cpu" or settings.simulated is not None):
         raise _wrong("memory_saver lends the memory of GPUs, and this engine has none: leave it out")
+    if settings.lora_rank and (reason := unadapted(settings)):
+        raise _wrong(reason)
     if settings.simulated is not None or settings.external is not None:
         return
     if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
@@ -151,6 +165,37 @@ def unrouted(settings: EngineSettings) -> str | None:
     if any(_whole(merged, name, 0) for name in EXPERT_COUNTS):
         return None
     return f"the model {settings.model_path.name} is dense: it has no experts; leave it out"
+
+
+def unadapted(settings: EngineSettings) -> str | None:
+    """Why an engine of these settings cannot take adapters; None when it can."""
+    merged, modules, model = (
+        _text_config(settings.model_path),
+        set(settings.lora_modules),
+        settings.model_path,
+    )
+    other = sorted(modules - set(LORA_MODULES))
+    reasons = (
+        (settings.external, "lora_rank is for the node's own engine: leave it out with --engine URL"),
+        (other, f"lora_modules may not hold {', '.join(other)}: give some of {', '.join(LORA_MODULES)}"),
+        (
+            settings.memory_saver == "discard",
+            'memory_saver = "discard" loses the base weights: use "backup" with lora_rank',
+        ),
+        # SGLang's layers with adapters hide the scales from an update
+        (
+            "quantization_config" in merged,
+            f"lora_rank: the model {model.name} is quantised: start from its full weights",
+        ),
+        (
+            IN_EXPERTS & modules and any(_whole(merged, name, 0) for name in EXPERT_COUNTS),
+            (
+                f"lora_modules: the model {model.name} is a mixture, and adapters of its experts are not"
+                ' served: give lora_modules = ["q_proj", "k_proj", "v_proj", "o_proj"]'
+            ),
+        ),
+    )
+    return next((sentence for holds, sentence in reasons if holds), None)
 
 
 def context_of(model: Path) -> int | None:
@@ -200,6 +245,16 @@ def engine_arguments(settings: EngineSettings, *, nccl_port: int, index: int = 0
     }
     wanted.update({name: value for name, value in configured.items() if value is not None})
     wanted.update(_routed_arguments(settings))
+    if settings.lora_rank:
+        wanted.update(
+            {
+                "enable_lora": True,
+                "max_lora_rank": settings.lora_rank,
+                "lora_target_modules": list(settings.lora_modules),
+                "max_loras_per_batch": settings.lora_slots + 1,  # to SGLang the base takes a slot too
+                **({"lora_backend": "torch_native"} if settings.device == "cpu" else {}),
+            }
+        )
     if settings.memory_saver != "off":
         wanted.update(
             {"enable_memory_saver": True, "enable_weights_cpu_backup": settings.memory_saver == "backup"}
@@ -283,6 +338,8 @@ def host_environment(
         "TMPDIR": str(scratch),
         "CUDA_VISIBLE_DEVICES": "" if settings.simulated is not None else _visible(gpus, base),
     }
+    if settings.external is not None:  # each server is sent its own key alone
+        environment["POLARNODE_ENGINE_KEY"] = base.get(settings.key_env or "", "")
     # compiled kernels are worth keeping from run to run; their default place is the temporary folder, which
     # ends with the host
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(settings.state_dir.resolve() / "compiled"))

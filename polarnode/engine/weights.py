@@ -73,6 +73,11 @@ async def report_if_served(
                 " name"
             )
         return None
+    if row.adapter:
+        raise Conflict(
+            f"version {order.version!r} is one of adapter {row.adapter!r}: give the base weights one of"
+            " their own"
+        )
     recorded, last = served_of(row), (await journal.weights(1))[0]
     if (isinstance(order.source, DiskSource) and recorded.digest != digest(order)) or recorded.source[
         "kind"

@@ -29,6 +29,16 @@ async def _prepared() -> None:
 
 
 @frozen(kw_only=True)
+class Kept:
+    """What is left of a session that was over long ago: the folder of its container that was kept, and the
+    agent's work as a patch, from its first evaluation.
+    """
+
+    folder: str | None = None
+    patch: bytes | None = None
+
+
+@frozen(kw_only=True)
 class Finished:
     """A finished session, as an evaluator sees it.
 
@@ -36,7 +46,8 @@ class Finished:
     unless the evaluator has a fresh one. `clock`: runs programs of the agent's, which may never end.
     `judge(name)`: a judge of the node's config; EvaluatorError for an unknown name. `prepare`: runs the
     task's `eval_prepare` in `runtime`. An evaluator with `copies=False` and a fresh runtime awaits it after
-    moving the agent's work there; for any other it has already run.
+    moving the agent's work there; for any other it has already run. `kept`: of a session that is evaluated
+    again, what `left` has of it; None: all.
     """
 
     runtime: Runtime
@@ -49,6 +60,7 @@ class Finished:
     config: Mapping[str, Json]
     metadata: Mapping[str, Json]
     prepare: Callable[[], Awaitable[None]] = _prepared
+    kept: Kept | None = None
 
 
 Evaluate = Callable[[Finished], Awaitable[Verdict]]

@@ -21,7 +21,7 @@ from attrs import field, frozen
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Ended, Runtime
-from polarnode.evaluators.contract import stderr_tail
+from polarnode.evaluators.contract import Finished, stderr_tail
 
 # ── scripts ────────────────────────────────────────────────────────────────────
 
@@ -392,6 +392,22 @@ async def moved(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unusa
     """Extract the agent's patch and apply it to the clean runtime."""
     found = await extract(agent, clean, of)
     return found if isinstance(found, Unusable) else await apply(clean, found, of)
+
+
+async def carried(finished: Finished, of: Repository) -> Patch | Unusable:
+    """The agent's work, moved to the runtime that it is judged in. Of a session whose repository was not
+    kept, the patch of its first evaluation is applied.
+    """
+    kept = finished.kept
+    if kept is None or (kept.folder and PurePosixPath(of.folder).is_relative_to(kept.folder)):
+        return await moved(finished.left, finished.runtime, of)
+    if kept.patch is None:
+        raise EvaluatorError(
+            f"{of.folder} of the session was not kept, nor its whole patch: set runtime.keep_workspace, with"
+            f" {of.folder} in runtime.workdir"
+        )
+    found = _usable(Patch(content=without(kept.patch, (*LEFTOVERS, *of.exclude))))
+    return found if isinstance(found, Unusable) else await apply(finished.runtime, found, of)
 
 
 async def _commanded(agent: Runtime, of: Repository, command: str) -> Patch | Unusable:

@@ -406,7 +406,7 @@ async def evaluate(finished: Finished) -> Verdict:
     config, package = read_config(finished.config), load()
     spec = read_spec(config, package)
     of = _repository(config, spec)
-    moved = await patches.moved(finished.left, finished.runtime, of)
+    moved = await patches.carried(finished, of)
     if isinstance(moved, patches.Unusable):
         return _worthless(moved.reason)
     if instead := await patches.no_folders(finished.runtime, of, spec.test_files):

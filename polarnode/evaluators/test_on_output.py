@@ -81,7 +81,7 @@ async def evaluate(finished: Finished) -> Verdict:
     """1.0 where every test came to what was expected of it and no other was seen, else 0.0."""
     config = read_config(finished.config)
     of = _repository(config)
-    moved = await patches.moved(finished.left, finished.runtime, of)
+    moved = await patches.carried(finished, of)
     if isinstance(moved, patches.Unusable):
         return Verdict(reward=0.0, metrics={"resolved": False, "reason": moved.reason})
     await finished.prepare()

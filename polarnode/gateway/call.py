@@ -372,6 +372,7 @@ class ModelCall:
                 prompt, stop, partial(references.call_id, plan.index), tools
             ),
             token_bytes=model.tokenizer.token_bytes,
+            adapter=session.adapter,
         )
 
     async def _carry_out(self, exchange: Exchange, commands: list[Command]) -> Event | None:

@@ -5,10 +5,11 @@ It is plain ASGI because the status of a response is chosen as late as its first
 three tasks around one exchange; a framework's response object would cut that in two. It serves nothing that a
 trainer uses.
 
-Invariants. Every response has the provider's own shape, refusals included. No request is refused before its
-body was read, because clients do not read while they send. The endpoint of captures accepts only keys of
-captures, and the bodies of each capture have a budget of their own. A recorded request is written verbatim,
-except for its key, and is never read back by the node.
+Invariants. Every response has the provider's own shape, refusals included. No request with a right key is
+refused before its body was read, because clients do not read while they send. The endpoint of captures
+accepts only keys of captures, and the bodies of each capture have a budget of their own; one that other
+machines reach answers nothing else to whoever has no key, and tells nobody which keys there were. A recorded
+request is written verbatim, except for its key, and is never read back by the node.
 
 What one request may cost is limited by the context of its model. A request is refused before the work that
 its size would cause: its bytes while they arrive, its parts before they are parsed, its letters before they
@@ -28,7 +29,7 @@ from typing import Final, assert_never, cast
 
 import orjson
 import trio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallable, HTTPScope, Scope
 
 from polarnode.core.codec.json import read_json
@@ -48,14 +49,15 @@ from polarnode.http.asgi import (
     TooLarge,
     TooSlow,
     announced_length,
+    drained,
     header_map,
     read_body,
     writes_of,
 )
-from polarnode.http.connections import place_of
+from polarnode.http.connections import KEY_CONNECTIONS, place_of
 from polarnode.merge.attach import regrouped
 from polarnode.providers.contract import JSON_TYPE, Envelope, Fault, Reply
-from polarnode.providers.dialect import Route, missed, route, session_keys
+from polarnode.providers.dialect import Route, missed, not_found_dialect, route, session_keys
 from polarnode.support.bounded import give_back_memory, remember
 from polarnode.support.concurrency import ThreadShare
 
@@ -478,6 +480,17 @@ def _json(body: bytes) -> Reply:
 
 # not a session id: a client without a key is served what needs none, and refused the rest
 NOBODY: Final = ""
+_MANY_KEYS: Final = Fault(
+    kind="overloaded",
+    message="too many wrong keys came from this address: send the key of a capture that is open",
+    retry_after_s=5,  # in which a hundred tries come back
+)
+_MANY_CONNECTIONS: Final = Fault(
+    kind="overloaded",
+    message=f"this key has {KEY_CONNECTIONS} connections, as many as one may: wait for one of them",
+    retry_after_s=1,
+)
+_CLOSE: Final = ("connection", "close")
 # any `Host`: a page that rebinds its name to this machine has no key
 GUARD: Final = BrowserGuard(any_host=True)
 ENDPOINTS: Final = 1_000  # cached: more than a node has open captures; a dropped one is made again
@@ -486,30 +499,36 @@ ENDPOINTS: Final = 1_000  # cached: more than a node has open captures; a droppe
 @define(eq=False)
 class CaptureEndpoint:
     """An ASGI app in front of a model plane whose sessions are captures. What a web page of another origin
-    sends is refused before its body is read.
+    sends is refused before its body is read, and so are an address's wrong keys beyond its tries.
+
+    `public`: other machines reach it. Who has no key of an open capture gets the same 401 for every route.
     """
 
     plane: ModelPlane
+    public: bool = False
     _endpoints: dict[str, ASGIFramework] = field(factory=dict, init=False)
 
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        refused = _refused_page(scope) if scope["type"] == "http" else None
+        if scope["type"] != "http":
+            return
+        keys, place = _keys(scope), place_of(scope)
+        live = next(filter(None, map(self.plane.sessions.by_key, keys)), None)
+        refused = None
+        if live is None and (keys or self.public):
+            over = place is not None and not place.try_key()
+            if over or self.public:
+                # closing makes the next try cheap where it needs a handshake, and dear elsewhere
+                whole = not (over and scope["scheme"] == "https") and await drained(receive)
+                fault = _MANY_KEYS if over else _UNKNOWN_KEY
+                refused = _fault_reply(scope, fault, *(() if whole else (_CLOSE,)))
+        refused = refused or _refused_page(scope)
+        if live is not None and refused is None and place is not None and not place.admit(live.session_id):
+            refused = _fault_reply(scope, _MANY_CONNECTIONS, _CLOSE)
         if refused is not None:
             await Responder(send, token_hex(16)).reply(refused)
         else:
-            await self._endpoint(self._whose(scope))(scope, receive, send)
-
-    def _whose(self, scope: Scope) -> str:
-        """The id of the capture whose key the request carries, also of an ended one: its own endpoint refuses
-        the request.
-        """
-        if scope["type"] != "http":
-            return NOBODY
-        keys = _keys(scope)
-        live = next(filter(None, map(self.plane.sessions.by_key, keys)), None)
-        if live is not None:
-            return live.session_id
-        return next(filter(None, map(self.plane.sessions.ended_by_key, keys)), NOBODY)
+            ended = next(filter(None, map(self.plane.sessions.ended_by_key, keys)), NOBODY)
+            await self._endpoint(ended if live is None else live.session_id)(scope, receive, send)
 
     def _endpoint(self, session_id: str) -> ASGIFramework:
         endpoint = self._endpoints.get(session_id) or self.plane.app_for(session_id)
@@ -520,6 +539,14 @@ class CaptureEndpoint:
 def _keys(scope: HTTPScope) -> tuple[str, ...]:
     query = scope["query_string"].decode("latin1")
     return session_keys(f"{scope['path']}?{query}", header_map(scope["headers"]))
+
+
+def _fault_reply(scope: HTTPScope, fault: Fault, *headers: tuple[str, str]) -> Reply:
+    """A fault in the shape of the API that a request speaks, whether or not it has a route."""
+    names = header_map(scope["headers"])
+    found = route(scope["method"], scope["path"], names)
+    reply = (found.dialect if found else not_found_dialect(scope["path"], names)).error(fault)
+    return evolve(reply, headers=(*reply.headers, *headers))
 
 
 def _refused_page(scope: HTTPScope) -> Reply | None:

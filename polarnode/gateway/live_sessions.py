@@ -220,6 +220,7 @@ class LiveSession:
     budgets: Budgets
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    adapter: str = field(default="", kw_only=True)  # the name of the adapter that samples; "" for the base
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
     tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's, over all sessions
     counters: Counters = field(factory=Counters, init=False)

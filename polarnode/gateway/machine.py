@@ -178,6 +178,7 @@ class Terms:
     # for a plan's answer, its prompt and the stop strings
     new_parser: "Callable[[Plan, array[int], tuple[str, ...]], AnswerParser]"
     token_bytes: Callable[[int], bytes]
+    adapter: str = ""  # that samples, or the base alone
 
 
 @define(eq=False)
@@ -288,9 +289,13 @@ class Exchange:
             )
             self._samples.append(sample)
         for choice, sample in enumerate(self._samples):
-            yield StartGeneration(
-                order_of(sample, stop_ids=self.terms.stop_ids, affinity=self.terms.session_id), choice
+            order = order_of(
+                sample,
+                stop_ids=self.terms.stop_ids,
+                affinity=self.terms.session_id,
+                adapter=self.terms.adapter,
             )
+            yield StartGeneration(order, choice)
 
     def _sampling(self, room: int) -> Sampling:
         """The sampling to use: the task's values, then the harness's, then temperature 1 and all remaining

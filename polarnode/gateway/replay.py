@@ -23,10 +23,10 @@ from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway.recorded_request import Recorded, sentence
 from polarnode.merge.attach import Plan
+from polarnode.merge.figures import new_messages_of
 from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.roles import reclassify_roles
-from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.template import Template
 
 # ── answers ────────────────────────────────────────────────────────────

@@ -27,8 +27,8 @@ from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, TurnState, VersionSpan
 from polarnode.gateway.call_events import PromptRendered, Requested
 from polarnode.merge.attach import Plan
+from polarnode.merge.figures import new_messages_of
 from polarnode.merge.token_extras import CallExtras, turn_extras
-from polarnode.merge.transcript import new_messages_of
 from polarnode.tokens.output_parser import joined
 from polarnode.tokens.parser import ParsedAnswer
 
@@ -178,7 +178,7 @@ def request_ids(call_id: str, count: int) -> Iterator[str]:
         yield blake2b(f"{call_id}.{choice}".encode(), digest_size=16).hexdigest()
 
 
-def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> GenerateOrder:
+def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapter: str = "") -> GenerateOrder:
     """The engine order of a sample."""
     return GenerateOrder(
         request_id=sample.request_id,
@@ -190,6 +190,7 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str) -> Gen
         constraint_after=sample.constraint_after,
         top_logprobs=max(sample.request.logprobs or 0, sample.carry.top_logprobs),
         routed_from=sample.carry.routed_from,
+        adapter=adapter,
     )
 
 

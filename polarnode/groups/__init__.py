@@ -20,6 +20,7 @@ from polarnode.groups.group import (
     stamped,
     stopped_early,
     updates_behind,
+    with_rewards,
 )
 from polarnode.groups.training_rows import (
     Estimator,
@@ -54,4 +55,5 @@ __all__ = [
     "stamped",
     "stopped_early",
     "updates_behind",
+    "with_rewards",
 ]

@@ -15,8 +15,9 @@ from attrs import asdict, evolve, frozen
 
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
+from polarnode.core.status import RewardEvent
 from polarnode.core.task import GroupSpec
-from polarnode.core.trajectory import UNKNOWN_VERSION, Outcome, Status, Trajectory
+from polarnode.core.trajectory import UNKNOWN_VERSION, Outcome, Status, Trajectory, Verdict, rewarded
 
 # ── group ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,6 +78,9 @@ STALE: Final = "stale"  # first word of the reason of a member that is too far b
 EARLY_STOP: Final = "early stop"
 
 
+STANDARD: Final = GroupSpec()
+
+
 @frozen(kw_only=True)
 class Facts:
     """Facts of a finished session. `trainable_tokens` is None in journals that did not count them."""
@@ -133,6 +137,51 @@ def judged(spec: GroupSpec, facts: Iterable[Facts], *, task_id: str, group_id: s
     early = sum(stopped_early(each.outcome) for each in ordered)
     state, reason = _state(spec, members, early)
     return Group(task_id=task_id, group_id=group_id, state=state, members=members, reason=reason)
+
+
+def with_rewards(group: Group, rewards: Iterable[RewardEvent], spec: GroupSpec = STANDARD) -> Group:
+    """The group with the last reward that later evaluations gave each of its sessions: its members, its
+    trajectories' traces and turns, and its state, as if it had been the first. `spec`: what its task requires
+    of a group.
+
+    A failed evaluation changes nothing. Rewards of other groups' sessions are left out.
+    """
+    given = [each for each in rewards if each.reward is not None]
+    last = {each.session_id: each for each in sorted(given, key=lambda each: each.n)}
+    known = {each.session_id: facts_of(each) for each in group.trajectories}
+    members = tuple(
+        _rescored(spec, member, known.get(member.session_id), last.get(member.session_id))
+        for member in group.members
+    )
+    early = sum(member.why == EARLY_STOP for member in members)
+    state, reason = _state(spec, members, early)
+    trajectories = (_with_reward(each, last.get(each.session_id)) for each in group.trajectories)
+    return evolve(group, members=members, state=state, reason=reason, trajectories=tuple(trajectories))
+
+
+def _rescored(spec: GroupSpec, member: Member, facts: Facts | None, given: RewardEvent | None) -> Member:
+    if given is None:
+        return member
+    facts = facts or Facts(
+        session_id=member.session_id,
+        sample_index=member.sample_index,
+        outcome=Outcome(status=member.status),
+        reward=None,
+        staleness=member.staleness,
+    )
+    return member_of(spec, evolve(facts, reward=given.reward))
+
+
+def _with_reward(trajectory: Trajectory, given: RewardEvent | None) -> Trajectory:
+    if given is None or given.reward is None:
+        return trajectory
+    verdict = Verdict(
+        reward=given.reward,
+        lineage_rewards={int(number): reward for number, reward in given.lineage_rewards.items()},
+        turn_rewards={int(number): reward for number, reward in given.turn_rewards.items()},
+    )
+    traces = tuple(rewarded(trace, verdict) for trace in trajectory.traces)
+    return evolve(trajectory, reward=given.reward, traces=traces)
 
 
 # ── reasons and states ────────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ for language models Ahmadian et al., "Back to basics" (RLOO, arXiv 2402.14740). 
 GRPO, arXiv 2503.20783), as a division by the spread favours tasks that are nearly always solved or nearly
 never. `token_mean`: Yu et al., "DAPO" (arXiv 2503.14476). `session_mean`: GRPO's mean over samples of the
 mean over tokens, where a sample is a session. `fixed_length`: Dr. GRPO. Rewards of turns: DeepSeekMath's
-process supervision.
+process supervision. `teacher_advantages`: Lu and Thinking Machines Lab, "On-policy distillation" (2025).
 """
 
 from array import array
@@ -125,6 +125,21 @@ class Row:
                     own if trained else 0.0 for trained in mask[span.start : span.end]
                 )
         return found
+
+    @property
+    def teacher_advantages(self) -> "array[float]":
+        """float32[T], 0 where the mask is 0: the teacher's logprob of each trained token less its own. It is
+        the advantage of on-policy distillation, which descends the reverse KL from the policy to its
+        teacher; added to `advantages`, both are trained. Refused for a row without its teacher's logprobs.
+        """
+        trace = self.trace
+        if trace.teacher_logprobs is None:
+            raise Refused(
+                f"a row of session {self.session_id} has no teacher's logprobs: set carry.teacher in its"
+                " task, and leave the session out if missing_extras says why its teacher has none"
+            )
+        pairs = zip(trace.teacher_logprobs, trace.logprobs, trace.loss_mask, strict=True)
+        return floats(teacher - own if trained else 0.0 for teacher, own, trained in pairs)
 
 
 def rows_of(

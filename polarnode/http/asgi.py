@@ -29,7 +29,8 @@ from polarnode.providers.contract import Reply
 
 # `Sec-Fetch-Site` of a page of ours, and of an address that the user typed
 OWN_SITES: Final = (None, "", "same-origin", "none")
-WRITING: Final = ("POST", "PUT", "PATCH", "DELETE")
+# methods whose bodies are JSON; not PUT, which no page sends without asking first
+WRITING: Final = ("POST", "PATCH", "DELETE")
 _HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@\s]+?))\.?(?::\d*)?")
 
 
@@ -121,7 +122,9 @@ def guard_browsers(app: QuartTrio, guard: BrowserGuard, *, open_to_all: bool) ->
         )
         if refused is not None:
             raise Forbidden(refused)
-        if request.method in WRITING and headers.get("Content-Type") and not request.is_json:
+        # a method that the path does not have is 405, whatever it brings
+        writes = request.method in WRITING and request.url_rule is not None
+        if writes and headers.get("Content-Type") and not request.is_json:
             raise UnsupportedMediaType(
                 "bodies are JSON: send 'Content-Type: application/json' (with curl: --json instead of -d)"
             )
@@ -141,6 +144,8 @@ UNSHARED_BYTES: Final = 1 << 20
 # a body over the limit is read up to this size and dropped: a client that is still sending does not read
 # its 413
 DRAINED_BYTES: Final = 256 << 20
+# for the body of a request without a key: one of the usual size is there with its head
+DRAINED_S: Final = 2.0
 # seconds for a whole body: 64 MiB through a slow tunnel (5 Mbit/s); clients give up after minutes
 BODY_S: Final = 120.0
 
@@ -248,6 +253,22 @@ async def _read_body(
     if max(size, announced) > limit:
         return TooLarge(max(size, announced))
     return b"".join(parts) if fits else Overloaded()
+
+
+async def drained(receive: ASGIReceiveCallable) -> bool:
+    """Drop the body of a request that is refused whatever it says. False when it is longer than
+    UNSHARED_BYTES, or slower than DRAINED_S: the connection is then closed.
+    """
+    size = 0
+    with trio.move_on_after(DRAINED_S):
+        while size <= UNSHARED_BYTES:
+            message = await receive()
+            if message["type"] != "http.request":
+                return False
+            size += len(message["body"])
+            if not message["more_body"]:
+                return True
+    return False
 
 
 def announced_length(headers: Mapping[str, str]) -> int:

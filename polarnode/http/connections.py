@@ -7,13 +7,15 @@ nothing here is made: both are refused with a sentence.
 A socket has a fixed number of places. When all are taken, a new connection takes the place of the oldest one
 that has not shown the token or key (of the peer with the most of them), else of the one that is idle
 longest; a request of somebody who was let in is never ended for another. So neither silent connections nor
-slow ones keep out who has the token.
+slow ones keep out who has the token. One key has a share of the places, and an address that shows wrong keys
+has few tries.
 """
 
 import math
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import h11
@@ -29,6 +31,7 @@ from hypercorn.typing import AppWrapper, ConnectionState, HTTPScope
 from hypercorn.utils import parse_socket_addr
 
 from polarnode.core.codec.json import dump_json
+from polarnode.support.bounded import remember
 
 # bytes per read; Hypercorn's 64 KiB split a long request into parts that cost 50 us each
 RECEIVED_BYTES: Final = 256 << 10
@@ -50,6 +53,15 @@ HEADERS_BYTES: Final = 64 << 10
 _HEAD_END: Final = re.compile(rb"\n\r?\n")
 # of a socket's places, what streams may take: the others remain for short requests
 STREAMING: Final = 0.75
+# connections of one key: an agent that samples 128 answers at once fills a GPU by itself, and four such
+# agents the socket of captures
+KEY_CONNECTIONS: Final = 128
+# tries of one address without a key that is right, at once: 64 agents behind it open four connections each
+# before the first of them has shown its key
+TRIES: Final = 256
+# and then so many a second: a handshake takes some 1.5 ms of the loop, so an address takes 3 % of it
+TRIES_PER_S: Final = 20.0
+ADDRESSES: Final = 4096  # remembered, 200 bytes each; who has so many has a new one for every try
 
 # ── places ────────────────────────────────────────────────────────────
 
@@ -59,9 +71,32 @@ PLACE: Final = "polarnode.place"  # the key of a connection's `Place` in a reque
 
 
 @define(eq=False)
+class Tries:
+    """What each address may still try without a key that is right: a bucket of TRIES tokens that wins
+    TRIES_PER_S of them back. Nobody's word about another address (`X-Forwarded-For`) counts here.
+    """
+
+    _left: dict[str, tuple[float, float]] = field(factory=dict, init=False)  # tokens at a time, by address
+
+    def take(self, peer: str, now: float) -> bool:
+        """Take one try. False when none is left."""
+        left, since = self._left.get(peer, (float(TRIES), now))
+        left = min(float(TRIES), left + TRIES_PER_S * (now - since))
+        remember(self._left, peer, (left - 1.0 if left >= 1.0 else left, now), most=ADDRESSES)
+        return left >= 1.0
+
+    def give_back(self, peer: str) -> None:
+        """Return a try that came to a right key."""
+        if peer in self._left:
+            left, since = self._left[peer]
+            self._left[peer] = (left + 1.0, since)
+
+
+@define(eq=False)
 class Place:
     """A connection's place on its socket. `close` closes the connection; `since` is when it was accepted, or
-    when its last request ended. `admitted`: a request on it had the token, or the key.
+    when its last request ended. `admitted`: a request on it had the token, or the key. `owner`: whose key the
+    last one had, on a socket of several. `tried`: it took one of its address's tries.
     """
 
     places: "Places"
@@ -71,6 +106,23 @@ class Place:
     admitted: bool = False
     busy: bool = False
     streaming: bool = False
+    owner: str = ""
+    tried: bool = False
+
+    def admit(self, owner: str = "") -> bool:
+        """Record that a request on it had the token, or the key of `owner`. False when `owner` has as many
+        connections as one may.
+        """
+        if owner != self.owner and self.places.of(owner) >= KEY_CONNECTIONS:
+            return False
+        if self.tried:
+            self.places.tries.give_back(self.peer)
+        self.admitted, self.owner, self.tried = True, owner, False
+        return True
+
+    def try_key(self) -> bool:
+        """Count a wrong key. False when the connection's address has tried too many."""
+        return self.places.tries.take(self.peer, trio.current_time())
 
     def open_stream(self) -> bool:
         """Count this connection's response as a stream until it ends. False when there is no room for one."""
@@ -87,6 +139,7 @@ class Places:
     """The places of one socket, at most `limit`."""
 
     limit: int
+    tries: Tries = field(factory=Tries, init=False)
     _taken: dict[Place, None] = field(factory=dict, init=False)  # oldest connection first
 
     def take(self, peer: str, close: Callable[[], None], now: float) -> tuple[Place | None, Place | None]:
@@ -106,6 +159,10 @@ class Places:
     def leave(self, place: Place) -> None:
         """Give a place back. Harmless when it was."""
         self._taken.pop(place, None)
+
+    def of(self, owner: str) -> int:
+        """How many connections `owner` has."""
+        return sum(place.owner == owner for place in self._taken)
 
     def has_room_for_stream(self) -> bool:
         return sum(place.streaming for place in self._taken) < self.limit * STREAMING
@@ -128,7 +185,7 @@ def admit(scope: HTTPScope) -> None:
     """Record that the request had what its app asks for: the token, a key, or nothing."""
     place = place_of(scope)
     if place is not None:
-        place.admitted = True
+        place.admit()
 
 
 # ── refusals ────────────────────────────────────────────────────────────
@@ -143,14 +200,22 @@ SENTENCES: Final = {
     503: ("busy", "all connections of this socket are in use: close some, and try again"),
     505: ("http_version", "only HTTP/1.1 is served here: turn HTTP/2 off in the client"),
 }
+# a 400 to plain HTTP on a socket of TLS
+PLAIN: Final = (
+    "tls_required",
+    (
+        "only TLS is spoken here: write https:// in the address; a key that was just sent could be read on"
+        " its way, so end its capture and begin another"
+    ),
+)
 _EXTRA: Final[dict[int, Headers]] = {
     426: [(b"upgrade", b"HTTP/1.1")],
     503: [(b"retry-after", b"1")],
 }
 
 
-def _refusal(status: int) -> tuple[Headers, bytes]:
-    kind, message = SENTENCES.get(status, SENTENCES[400])
+def _refusal(status: int, words: tuple[str, str] | None = None) -> tuple[Headers, bytes]:
+    kind, message = words or SENTENCES.get(status, SENTENCES[400])
     body = dump_json({"error": {"type": kind, "message": message}})
     length = (b"content-length", str(len(body)).encode())
     return [
@@ -161,9 +226,9 @@ def _refusal(status: int) -> tuple[Headers, bytes]:
     ], body
 
 
-def refusal_bytes(status: int) -> bytes:
-    """A whole response to a connection that is closed afterwards."""
-    headers, body = _refusal(status)
+def refusal_bytes(status: int, words: tuple[str, str] | None = None) -> bytes:
+    """A whole response to a connection that is closed afterwards; `words` in place of the status's own."""
+    headers, body = _refusal(status, words)
     lines = b"".join(b"%b: %b\r\n" % header for header in headers)
     return b"HTTP/1.1 %d \r\n%b\r\n%b" % (status, lines, body)
 
@@ -314,11 +379,11 @@ class Connection(TCPServer):
         app: AppWrapper,
         config: Config,
         context: WorkerContext,
-        stream: trio.SocketStream,
+        stream: "trio.SocketStream | trio.SSLStream[trio.SocketStream]",
         place: Place,
     ) -> None:
         state = ConnectionState({WRITES: ConnectionWrites(), PLACE: place})
-        # A plain TCP stream, which the base class accepts; it calls only two methods of the idle timer.
+        # A plain TCP stream too, which the base class accepts; it calls only two methods of the idle timer.
         super().__init__(app, config, context, state, stream)  # type: ignore[arg-type]
         self.idle_task: IdleTimer = IdleTimer()  # type: ignore[assignment]
         self.protocol: Http1 = None  # type: ignore[assignment]
@@ -326,9 +391,10 @@ class Connection(TCPServer):
         self._patience_s = BODY_PAUSE_S
 
     async def run(self) -> None:
-        """As in Hypercorn, but for plain TCP and HTTP/1.1 alone."""
+        """As in Hypercorn, but after the handshake of TLS, if any, and for HTTP/1.1 alone."""
+        secure = isinstance(self.stream, trio.SSLStream)
         try:
-            socket = self.stream.socket
+            socket = (self.stream.transport_stream if secure else self.stream).socket
             async with TaskGroup() as task_group:
                 self._task_group = task_group
                 self.protocol = Http1(
@@ -337,7 +403,7 @@ class Connection(TCPServer):
                     self.context,
                     task_group,
                     ConnectionState(self.state),
-                    False,
+                    secure,
                     parse_socket_addr(socket.family, socket.getpeername()),
                     parse_socket_addr(socket.family, socket.getsockname()),
                     self.protocol_send,
@@ -380,6 +446,15 @@ class Connection(TCPServer):
         self._patience_s += len(data) / BODY_BYTES_PER_S - (trio.current_time() - began)
         self._patience_s = min(max(self._patience_s, 0.0), BODY_PAUSE_S)
         return data
+
+    async def _close(self) -> None:
+        """As in Hypercorn, but TLS too ends what it sends before it closes: closing with unread bytes takes
+        back an answer that is on its way.
+        """
+        if isinstance(self.stream, trio.SSLStream):
+            with suppress(trio.BrokenResourceError, trio.BusyResourceError, trio.ClosedResourceError):
+                await self.stream.transport_stream.send_eof()
+        await super()._close()
 
     async def _idle_timeout(self) -> None:
         """Close the connection when it is idle for too long, or idle while the server closes. A busy

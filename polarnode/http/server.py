@@ -8,10 +8,13 @@ a server is cheap and closing is bounded whatever a peer does.
 
 import errno
 import logging
+import os
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from ipaddress import ip_network
 from typing import Final
 
 import trio
@@ -22,6 +25,7 @@ from hypercorn.typing import (
     AppWrapper,
     ASGIFramework,
     ASGIReceiveCallable,
+    ASGIReceiveEvent,
     ASGISendCallable,
     ASGISendEvent,
 )
@@ -31,9 +35,11 @@ from quart.typing import ResponseTypes
 from quart.wrappers import Request
 from quart_trio import QuartTrio
 from quart_trio.asgi import TrioASGIHTTPConnection
+from quart_trio.wrappers.request import TrioBody
 
-from polarnode.core.errors import ConfigError
-from polarnode.http.connections import RECEIVED_BYTES, Connection, Places, refusal_bytes
+from polarnode.core.errors import ConfigError, boundary
+from polarnode.http.asgi import BODY_S, DRAINED_BYTES
+from polarnode.http.connections import PLAIN, RECEIVED_BYTES, Connection, Place, Places, refusal_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +51,8 @@ BACKLOG: Final = 1024
 CONNECTIONS: Final = 256
 # of the control plane, where each stream of a trainer takes one: 384 streams
 CONTROL_CONNECTIONS: Final = 512
+# of the captures' endpoint: eight for each of the 64 captures a node holds; with TLS some 60 MB
+CAPTURE_CONNECTIONS: Final = 512
 # connections closed for others are logged once in so many seconds, with their number: a flood of them must
 # not fill the log
 LOGGED_S: Final = 10.0
@@ -57,6 +65,75 @@ ANSWERING_S: Final = 1.0  # time a closing server gives to responses in progress
 # time their tasks then have to end; one that has not is blocked in a send, and its socket is closed
 UNWINDING_S: Final = 1.0
 CLOSING_S: Final = ANSWERING_S + 3 * UNWINDING_S  # an outer limit, never reached: `close` has its own
+# for a handshake of TLS, from the connection's start: two round trips, 1 s on the slowest links
+HANDSHAKE_S: Final = 10.0
+# between looks at the files of a certificate: Kubernetes renews one days before it expires
+RENEWED_S: Final = 30.0
+
+# ── TLS ────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class Certificate:
+    """A certificate chain and its key, two PEM files, as `context` for new connections. `watch` reads them
+    again when they change, so that a certificate may be renewed meanwhile. Raises ConfigError.
+    """
+
+    chain: str
+    key: str
+    context: ssl.SSLContext = field(init=False)
+    _seen: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._seen = self._stamps()
+        self.context = self._read()
+
+    async def watch(self) -> None:
+        """Look at the files every RENEWED_S, for ever."""
+        while True:
+            await trio.sleep(RENEWED_S)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Read the files again if they changed. Those that do not fit leave the old ones in use: a chain and
+        its key may be written one after the other.
+        """
+        try:
+            stamps = await trio.to_thread.run_sync(self._stamps)
+            if stamps != self._seen:
+                self.context = await trio.to_thread.run_sync(self._read)
+                self._seen = stamps
+                logger.info("the certificate %s was read again", self.chain)
+        except ConfigError as error:
+            logger.warning("the certificate in use stays: %s", error)
+
+    def _stamps(self) -> tuple[tuple[int, int], ...]:
+        """What changes when a file, or where a link leads, does."""
+        stamps = []
+        for name, path in (("capture_tls_cert", self.chain), ("capture_tls_key", self.key)):
+            with boundary(ConfigError, f"{name} {path} cannot be read"):
+                found = os.stat(path)
+            stamps.append((found.st_ino, found.st_mtime_ns))
+        return tuple(stamps)
+
+    def _read(self) -> ssl.SSLContext:
+        """TLS 1.2 and 1.3 for HTTP/1.1 alone; nothing is negotiated again within a connection."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self.chain, self.key, password=lambda: b"")  # never asks at a terminal
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"capture_tls_cert {self.chain} and capture_tls_key {self.key} do not serve ({reason}): give"
+                " the PEM file of a certificate with its chain, and that of its key without a passphrase"
+            ) from error
+        return context
+
+
+# ── servers ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -67,16 +144,70 @@ class Address:
     port: int
 
 
+BUFFERED_BYTES: Final = 4 << 20  # of a body that its handler has not taken: some writes to a disk
+
+
+class StreamedBody(TrioBody):
+    """The body of a PUT, whose size its handler limits: `async for` takes it piece by piece, and no more than
+    BUFFERED_BYTES wait for that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+        self._taken = trio.Event()
+
+    async def __anext__(self) -> bytes:
+        data = await super().__anext__()
+        self._taken.set()
+        return data
+
+    async def wait_room(self) -> None:
+        """Until the handler has taken enough for more to be received."""
+        while len(self._data) > BUFFERED_BYTES:
+            self._taken = trio.Event()
+            await self._taken.wait()
+
+    async def drop_rest(self) -> None:
+        """Read what the handler did not take: a client that is still sending does not read its refusal."""
+        dropped = 0
+        with trio.move_on_after(BODY_S):
+            async for data in self:
+                dropped += len(data)
+                if dropped > DRAINED_BYTES:
+                    return
+
+
 class MendedConnection(TrioASGIHTTPConnection):
     """quart-trio's connection, without the cancellation that leaves sockets open.
 
     After a whole response Hypercorn sends the app `http.disconnect`; quart-trio then cancels the request, and
     with it the send that is about to close the connection or to restart its idle timer. Measured without this
     patch: a connection with `Connection: close` still open after 12 s, and idle connections that never time
-    out. So a disconnect is ignored once the last body message is handed over.
+    out. So a disconnect is ignored once the last body message is handed over. And bodies come as their
+    handlers take them.
     """
 
     answered = False
+
+    async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        if self.scope["method"] != "PUT":
+            await super().__call__(receive, send)
+            return
+        request, body = self._create_request_from_scope(send), StreamedBody()
+        request.body = body
+
+        async def paced() -> ASGIReceiveEvent:
+            await body.wait_room()
+            return await receive()
+
+        async def after_the_body(message: ASGISendEvent) -> None:
+            if message["type"] == "http.response.start":
+                await body.drop_rest()
+            await send(message)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.handle_messages, nursery, request, paced)
+            nursery.start_soon(self.handle_request, nursery, request, after_the_body)
 
     async def handle_messages(  # type: ignore[override]
         self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
@@ -104,10 +235,15 @@ def mend(app: QuartTrio) -> None:
 
 @asynccontextmanager
 async def open_server(
-    app: ASGIFramework, where: socket.socket | Address, *, connections: int | None = None
+    app: ASGIFramework,
+    where: socket.socket | Address,
+    *,
+    connections: int | None = None,
+    certificate: Certificate | None = None,
 ) -> AsyncIterator[Address]:
     """Serve `app` on an address, or on a listening socket, which is closed at the end. Raises ConfigError
-    when the address is not available. At most `connections` are open at once, CONNECTIONS by default.
+    when the address is not available. At most `connections` are open at once, CONNECTIONS by default. With a
+    `certificate` only TLS is spoken.
 
     The app gets no lifespan events; open what it needs around this block. The server outlives the block, even
     a cancelled one, and then closes: idle connections at once, responses in progress after ANSWERING_S,
@@ -117,7 +253,9 @@ async def open_server(
         mend(app)
     sock = listening_socket(where) if isinstance(where, Address) else where
     places = Places(limit=connections or CONNECTIONS)
-    server = _Server(app=wrap_app(app, 0, "asgi"), listener=_listener(sock), places=places)
+    server = _Server(
+        app=wrap_app(app, 0, "asgi"), listener=_listener(sock), places=places, certificate=certificate
+    )
     failed: Exception | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.run)
@@ -174,6 +312,7 @@ class _Server:
     app: AppWrapper
     listener: trio.SocketListener
     places: Places
+    certificate: Certificate | None = None
     config: Config = field(factory=_config)
     _context: WorkerContext = field(factory=partial(WorkerContext, None), init=False)
     _streams: set[trio.SocketStream] = field(factory=set, init=False)
@@ -200,27 +339,42 @@ class _Server:
         """Serve one connection to its end and log its errors, because Hypercorn lets one error end the whole
         server.
         """
+        peer, now = _peer(stream), trio.current_time()
+        if self.certificate is not None and not self.places.tries.take(peer, now):
+            self._count_displaced()
+            stream.socket.close()  # without a word, which would take a handshake
+            return
         with trio.CancelScope() as scope:
-            place, displaced = self.places.take(
-                _peer(stream), partial(_end, stream, scope), trio.current_time()
-            )
+            place, displaced = self.places.take(peer, partial(_end, stream, scope), now)
             if displaced is not None or place is None:
                 self._count_displaced()
             if place is None:
-                await self._refuse(stream)
+                if self.certificate is None:
+                    await self._refuse(stream)
                 return
             self._streams.add(stream)
-            connection = Connection(self.app, self.config, self._context, stream, place)
             try:
-                await connection
+                await self._serve(stream, place)
             except* Exception:
                 logger.exception("a connection failed unexpectedly")
             finally:
                 self.places.leave(place)
                 self._streams.discard(stream)
                 stream.socket.close()  # also where Hypercorn was cancelled before it did
-                # Break the reference cycle: the garbage collector runs rarely.
-                connection.protocol = None  # type: ignore[assignment]
+
+    async def _serve(self, stream: trio.SocketStream, place: Place) -> None:
+        secure: trio.SSLStream[trio.SocketStream] | None = None
+        if self.certificate is not None:
+            place.tried = True
+            secure = trio.SSLStream(stream, self.certificate.context, server_side=True, https_compatible=True)
+            if not await _shaken(secure):
+                return
+        connection = Connection(self.app, self.config, self._context, secure or stream, place)
+        try:
+            await connection
+        finally:
+            # Break the reference cycle: the garbage collector runs rarely.
+            connection.protocol = None  # type: ignore[assignment]
 
     async def _refuse(self, stream: trio.SocketStream) -> None:
         """Answer 503. What the client has sent is read, because closing a socket with unread bytes takes the
@@ -244,7 +398,8 @@ class _Server:
         now = trio.current_time()
         if now >= self._logged + LOGGED_S:
             logger.warning(
-                "%d connections were closed for newer ones or refused: %d may be open on this socket",
+                "%d connections were closed for newer ones or refused: %d may be open on this socket, and an"
+                " address that shows no right key has few",
                 self._displaced,
                 self.places.limit,
             )
@@ -269,11 +424,29 @@ class _Server:
         self._service.cancel()
 
 
-def _peer(stream: trio.SocketStream) -> str:
+async def _shaken(stream: trio.SSLStream[trio.SocketStream]) -> bool:
+    """Shake hands. False, and a 400 to plain HTTP, for a client that does not."""
     try:
-        return str(stream.socket.getpeername()[0])
+        with trio.fail_after(HANDSHAKE_S):
+            await stream.do_handshake()
+    except trio.BrokenResourceError as error:
+        if getattr(error.__cause__, "reason", None) == "HTTP_REQUEST":
+            with trio.move_on_after(REFUSED_S), suppress(trio.BrokenResourceError):
+                await stream.transport_stream.send_all(refusal_bytes(400, PLAIN))
+                await stream.transport_stream.send_eof()
+        return False
+    except (trio.TooSlowError, trio.ClosedResourceError, OSError):
+        return False
+    return True
+
+
+def _peer(stream: trio.SocketStream) -> str:
+    """The address of a client; of IPv6 its first half, because everyone has a whole network of the others."""
+    try:
+        address = str(stream.socket.getpeername()[0]).partition("%")[0]
     except OSError:  # it has left already
         return ""
+    return str(ip_network(f"{address}/64", strict=False)) if ":" in address else address
 
 
 def _end(stream: trio.SocketStream, scope: trio.CancelScope) -> None:

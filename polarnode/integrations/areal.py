@@ -75,6 +75,8 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
     * `url`, `token`, `task`, `run`, `patience_s`: of `plugin_settings`; POLARNODE_URL and so on instead.
     * `samples`: sessions of one row. `estimator`: how their rewards become advantages (docs/groups.md), or
       "none", which gives AReaL rewards, for its own normalisation over rows.
+    * `rl_loss_weight`, `distill_loss_weight`: AReaL's, of rewards and of the teacher that the task's
+      `carry.teacher` requests.
     * `temperature`, `top_p`, `max_tokens`: sampling of every turn. AReaL's actor divides logits by its own
       `temperature`, which must be the same.
     """
@@ -84,6 +86,8 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
         *,
         samples: int = 1,
         estimator: Compared = "grpo",
+        rl_loss_weight: float = 1.0,
+        distill_loss_weight: float = 0.005,
         temperature: float = 1.0,
         top_p: float = 1.0,
         max_tokens: int | None = None,
@@ -101,6 +105,7 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
             )
         self.settings = plugin_settings(node)
         self.samples = samples
+        self.weights = {"rl_loss_weight": rl_loss_weight, "distill_loss_weight": distill_loss_weight}
         self.estimator: Estimator | None = None if estimator == "none" else estimator
         self.sampling: Mapping[str, Json] = {
             "temperature": temperature,
@@ -136,6 +141,7 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
             number=lambda version: versions.number(version, earliest),
             estimator=None if workflow_context.get().is_eval else self.estimator,
             arrays="native",
+            **self.weights,
         )
 
 

@@ -160,7 +160,8 @@ def _check(policy: Mapping[str, Any]) -> None:
         )
     if (dtensor.get("lora_cfg") or {}).get("enabled"):
         raise ConfigError(
-            "a node takes whole checkpoints, not adapters: set policy.dtensor_cfg.lora_cfg.enabled: false"
+            "this plug-in pushes whole checkpoints, and NeMo RL writes a LoRA policy in another layout: set"
+            " policy.dtensor_cfg.lora_cfg.enabled: false"
         )
 
 

@@ -35,6 +35,7 @@ from verifiers.v1.trace import ModelCall, Trace
 from verifiers.v1.types import Usage
 
 from polarnode.client import ClientError, PolarnodeClient, Unreachable
+from polarnode.client.tensors import push_adapter
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
@@ -58,6 +59,8 @@ FINISHES: Final = frozenset({"stop", "length", "tool_calls"})  # verifiers knows
 TRUNCATED: Final = {"turns": "max_turns", "tokens": "max_total_tokens"}
 # of a sampling configuration in verifiers, what a node takes; its extras are vLLM's
 SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty")
+
+PEFT: Final = "base_model.model."  # what PEFT's names of tensors begin with
 
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
@@ -211,22 +214,39 @@ class Relay:
     run: str
 
     def update(self, body: Mapping[str, Any]) -> str:
-        """Serve a broadcast. The version has the run, the step and the time of its marker: a run that starts
-        again writes the same step anew.
+        """Serve a broadcast of whole weights."""
+        folder, version = self._broadcast(body.get("weight_dir"))
+        if not (folder / "config.json").exists():
+            shutil.copyfile(self.model / "config.json", folder / "config.json")
+        self.client.update_weights(version, path=folder, mode="in_place")
+        return version
+
+    def load(self, body: Mapping[str, Any]) -> str:
+        """Serve a broadcast of LoRA as a version of the adapter of its name. prime-rl names tensors by the
+        model's modules, PEFT by its own wrappers of them too.
         """
-        if not body.get("weight_dir"):
+        from safetensors.torch import load_file
+
+        folder, version = self._broadcast(body.get("lora_path"))
+        found = load_file(folder / "adapter_model.safetensors").items()
+        tensors = {f"{PEFT}{name.removeprefix(PEFT)}": tensor for name, tensor in found}
+        config = orjson.loads((folder / "adapter_config.json").read_bytes())
+        push_adapter(self.client, str(body.get("lora_name")), version, tensors, config=config)
+        return version
+
+    def _broadcast(self, named: Any) -> tuple[Path, str]:
+        """A broadcast's folder, and its version: the run, the step and the time of its marker, because a run
+        that starts again writes the same step anew.
+        """
+        if not named:
             raise BadBroadcast(
                 'the broadcast has no folder: set weight_broadcast.type = "filesystem" in prime-rl'
             )
-        folder = Path(body["weight_dir"])
+        folder = Path(named)
         marker = folder / "STABLE"
         if not marker.is_file():
             raise BadBroadcast(f"{marker} is not there: the folder is no broadcast of prime-rl that is whole")
-        if not (folder / "config.json").exists():
-            shutil.copyfile(self.model / "config.json", folder / "config.json")
-        version = f"{self.run}-{folder.name}-{int(marker.stat().st_mtime)}"
-        self.client.update_weights(version, path=folder, mode="in_place")
-        return version
+        return folder, f"{self.run}-{folder.name}-{int(marker.stat().st_mtime)}"
 
     def answer(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, Json]:
         """(status, JSON) of one request."""
@@ -239,8 +259,8 @@ class Relay:
                     return 200, {"object": "list", "data": [{"id": self.model.name, "object": "model"}]}
                 case "POST /pause" | "POST /resume":  # an update holds generation itself, and lets it go on
                     return 200, {"status": "ok"}
-                case "POST /update_weights":
-                    version = self.update(body)
+                case "POST /update_weights" | "POST /load_lora_adapter":
+                    version = self.update(body) if route.endswith("weights") else self.load(body)
                     log.info("the node serves %s", version)
                     return 200, {"status": "ok", "version": version}
         except BadBroadcast as error:

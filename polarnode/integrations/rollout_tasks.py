@@ -280,7 +280,8 @@ class NodeRollouts:
         return anyio.CapacityLimiter(REQUESTS)
 
     async def group(self, spec: TaskSpec) -> Group:
-        """Run a task and return its finished group, with the trajectories of all members that have one.
+        """Run a task and return its finished group, with the trajectories of all members that have one. If
+        the task requests a teacher, a session without its logprobs is not usable (`taught`).
 
         If the caller is cancelled, so is the task. Raises ClientError for a task that the node refuses,
         Unreachable when it does not answer for `patience_s`, and SessionLost when the node no longer has the
@@ -299,7 +300,8 @@ class NodeRollouts:
             # it may have ended before, as a task of an earlier run or in the moment since
             waiter.missed = not (begun and submitted.created)
             group = await self._finished(task_id, waiter)
-            return group.holding(await self._trajectories(group))
+            group = group.holding(await self._trajectories(group))
+            return taught(group) if named.carry.teacher else group
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(CANCEL_S, shield=True), suppress(PolarnodeError):
                 async with self._places:
@@ -476,6 +478,24 @@ def shared_rollouts(settings: PluginSettings) -> NodeRollouts:
     if node not in shared:
         shared[node] = NodeRollouts(settings)
     return shared[node]
+
+
+def taught(group: Group) -> Group:
+    """The group, in which a session with a row that its teacher did not score is not usable: the machine lost
+    its scores, and trainers need those of every row of a batch.
+    """
+    lacking = {
+        each.session_id
+        for each in group.trajectories
+        if any(trace.teacher_logprobs is None and 1 in trace.loss_mask for trace in each.traces)
+    }
+    members = [
+        evolve(member, usable=False, why="lost: no logprobs of its teacher")
+        if member.usable and member.session_id in lacking
+        else member
+        for member in group.members
+    ]
+    return evolve(group, members=tuple(members))
 
 
 def only(group: Group) -> Trajectory:

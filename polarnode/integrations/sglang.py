@@ -13,16 +13,15 @@ their own code:
 * miles 31f1ca961 (miles/backends/megatron_utils/update_weight): pause_generation with a mode, flush_cache,
   begin_weight_update, buckets, update_weight_version, end_weight_update, continue_generation
 * AReaL cbff54d64 (areal/engine/sglang_remote.py, areal/engine/fsdp_engine.py): pause_generation {} and
-  in_place, buckets without a version or update_weights_from_disk, continue_generation
-
-Sampling belongs to sessions: routes that sample are refused with a sentence.
+  in_place, buckets without a version, update_weights_from_disk or load_lora_adapter, continue_generation
 """
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial, wraps
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 from urllib.parse import urlsplit
 
 import trio
@@ -30,12 +29,13 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.app import Extension
-from polarnode.api.openapi_shapes import Operation, Refusal, Where
+from polarnode.api.openapi_shapes import Operation, Refusal, UpdateResult, Where
 from polarnode.api.service import Service, answer_of, json_response
 from polarnode.core.codec.json import structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, PolarnodeError, Refused
-from polarnode.core.weights import Backend, MemoryTag, PauseMode, WeightsReport
+from polarnode.core.weights import AdapterReport, Backend, MemoryTag, PauseMode, WeightsReport
+from polarnode.engine.adapter_store import AdapterOrder, AdapterStore
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.update import Make
 from polarnode.engine.weight_values import (
@@ -44,6 +44,7 @@ from polarnode.engine.weight_values import (
     DiskSource,
     DistributedSource,
     GroupOrder,
+    Layout,
     MemoryOrder,
     PauseOrder,
     TensorBucket,
@@ -58,7 +59,6 @@ from polarnode.http.asgi import RouteRow, body_json_or
 
 # what SGLang's `load_format` may say here; of None and auto the node finds the format itself
 FileFormat = Literal["auto", "safetensors"]
-Layout = Literal["flattened_bucket"]
 GROUP = "weight_update_group"  # SGLang's default name
 
 
@@ -73,13 +73,19 @@ class DiskUpdate:
 
 
 @frozen(kw_only=True)
-class DistributedUpdate:
+class GroupName:
+    """DestroyWeightsUpdateGroupReqInput."""
+
+    group_name: str = GROUP
+
+
+@frozen(kw_only=True)
+class DistributedUpdate(GroupName):
     """UpdateWeightsFromDistributedReqInput: one bucket that rank 0 of the group broadcasts."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    group_name: str = GROUP
     load_format: Layout | None = None
     weight_version: str | None = None
 
@@ -94,22 +100,14 @@ class TensorUpdate:
 
 
 @frozen(kw_only=True)
-class InitGroup:
+class InitGroup(GroupName):
     """InitWeightsUpdateGroupReqInput. The port may be text (AReaL sends it so)."""
 
     master_address: str
     master_port: int | str
     rank_offset: int
     world_size: int
-    group_name: str = GROUP
     backend: Backend = "nccl"
-
-
-@frozen(kw_only=True)
-class DestroyGroup:
-    """DestroyWeightsUpdateGroupReqInput."""
-
-    group_name: str = GROUP
 
 
 @frozen(kw_only=True)
@@ -131,6 +129,14 @@ class MemoryTags:
     """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
 
     tags: tuple[MemoryTag, ...] | None = None
+
+
+@frozen(kw_only=True)
+class LoraAdapter:
+    """LoadLoRAAdapterReqInput and UnloadLoRAAdapterReqInput. AReaL names versions of NAME `NAME-v1` …"""
+
+    lora_name: str
+    lora_path: str = ""
 
 
 @frozen(kw_only=True)
@@ -194,15 +200,17 @@ class SglangUpdates:
         async with self._lock:
             return await self._commit()
 
-    async def bucket(self, make: Make, order: UpdateOrder, version: str | None) -> str:
+    async def bucket(self, make: Make, source: TensorSource | DistributedSource, version: str | None) -> str:
         """Take a bucket: of the update that is open, or as a whole model. Return what was done."""
         async with self._lock:
-            order = evolve(order, mode=self._mode(abort=False))
+            order = UpdateOrder(version="", source=source, mode=self._mode(abort=False))
             if not self._begun and self._held is None:
                 report = await self._named(version, order, self.weights.update)
                 return f"served as {report.version!r}"
             if self._update_id is None:
-                opened = await self._named(version, evolve(order, source=_empty(order)), self.weights.open)
+                # its buckets come one by one
+                opening: UpdateOrder = evolve(order, source=evolve(cast(Any, source), buckets=()))
+                opened = await self._named(version, opening, self.weights.open)
                 self._update_id, self._asked = opened.update_id, version
             if version != self._asked:
                 raise Conflict(
@@ -223,6 +231,13 @@ class SglangUpdates:
             )
             self._asked = body.weight_version
             report: WeightsReport = await self._named(body.weight_version, order, self.weights.update)
+            return report
+
+    async def adapter(self, body: LoraAdapter, store: AdapterStore) -> AdapterReport:
+        name = re.sub(r"-v\d+$", "", body.lora_name)
+        order = AdapterOrder(name=name, version="", source=DiskSource(path=body.lora_path))
+        async with self._lock:
+            report: AdapterReport = await self._named(body.lora_name, order, store.update)
             return report
 
     async def name(self, version: str) -> None:
@@ -297,9 +312,7 @@ class SglangUpdates:
             self._continues = False
             await self.weights.resume()
 
-    async def _named(
-        self, version: str | None, order: UpdateOrder, serve: "Callable[[UpdateOrder], Awaitable[Any]]"
-    ) -> Any:
+    async def _named(self, version: str | None, order: Any, serve: "Callable[[Any], Awaitable[Any]]") -> Any:
         """Serve an order under the trainer's name, or under a new one if there is none or it is used: a name
         means one set of weights for ever, and a trainer that starts again counts from 1.
         """
@@ -326,12 +339,6 @@ class SglangUpdates:
         )
 
 
-def _empty(order: UpdateOrder) -> TensorSource | DistributedSource:
-    """The source of an update of several requests, whose buckets come one by one."""
-    source = order.source
-    return DistributedSource(group=source.group) if isinstance(source, DistributedSource) else TensorSource()
-
-
 # ── routes ────────────────────────────────────────────────────────────
 
 _SAMPLING: Final = (
@@ -345,9 +352,7 @@ REFUSED: Final[Mapping[str, str]] = {
         "a node ends a session's calls with its session: DELETE /v1/tasks/{task_id}; to hold all generation,"
         " POST /pause_generation"
     ),
-    "/load_lora_adapter": _ONE_MODEL,
-    "/load_lora_adapter_from_tensors": _ONE_MODEL,
-    "/unload_lora_adapter": _ONE_MODEL,
+    "/load_lora_adapter_from_tensors": "send a file: POST /load_lora_adapter, or client.tensors.push_adapter",
     "/update_weights_from_ipc": _ONE_MODEL,
     "/pull_weights": _ONE_MODEL,
     "/post_process_weights": "a node serves no weights that are quantised after loading: send bfloat16",
@@ -364,6 +369,7 @@ class SglangRoutes:
     weights: Weights
     control: EngineControl
     updates: SglangUpdates
+    adapters: AdapterStore
     memory_saver: bool
 
     async def pause(self) -> Response:
@@ -393,15 +399,15 @@ class SglangRoutes:
         bucket = BroadcastBucket(
             names=body.names, dtypes=body.dtypes, shapes=body.shapes, layout=body.load_format
         )
-        order = UpdateOrder(version="", source=DistributedSource(group=body.group_name, buckets=(bucket,)))
+        source = DistributedSource(group=body.group_name, buckets=(bucket,))
         make = broadcast(bucket, body.group_name)
-        return _done(await self.updates.bucket(make, order, body.weight_version))
+        return _done(await self.updates.bucket(make, source, body.weight_version))
 
     async def from_tensor(self) -> Response:
         body = await _body(TensorUpdate)
         bucket = TensorBucket(payloads=body.serialized_named_tensors, layout=body.load_format)
-        order = UpdateOrder(version="", source=TensorSource(buckets=(bucket,)))
-        return _done(await self.updates.bucket(self.control.mapped(bucket), order, body.weight_version))
+        source = TensorSource(buckets=(bucket,))
+        return _done(await self.updates.bucket(self.control.mapped(bucket), source, body.weight_version))
 
     async def begin(self) -> Response:
         await _body(Nothing)
@@ -424,10 +430,20 @@ class SglangRoutes:
         return _done(f"joined group {body.group_name!r}")
 
     async def destroy_group(self) -> Response:
-        body = await _body(DestroyGroup)
+        body = await _body(GroupName)
         if not await self.control.leave(body.group_name):
             raise Refused(f"no group {body.group_name!r} is joined", path="$.group_name")
         return _done(f"left group {body.group_name!r}")
+
+    async def load_adapter(self) -> Response:
+        report = await self.updates.adapter(await _body(LoraAdapter), self.adapters)
+        return _done(f"adapter {report.name!r} is served as {report.version!r}", error_message=None)
+
+    async def unload_adapter(self) -> Response:
+        name = (await _body(LoraAdapter)).lora_name
+        if await self.adapters.delete(name) is None:
+            raise Refused(f"there is no adapter {name!r}: look at GET /v1/adapters", path="$.lora_name")
+        return _done(f"adapter {name!r} is deleted", error_message=None)
 
     async def release(self) -> Response:
         await self.updates.release(await _body(MemoryTags))
@@ -461,14 +477,11 @@ class SglangRoutes:
                 "host": own.hostname,
                 "port": own.port or 80,
                 "tp_size": engines.ranks,
-                "pp_size": 1,
-                "ep_size": 1,
                 "dp_size": len(hosts),
                 "num_gpus": len(hosts) * engines.ranks,
-                "nnodes": 1,
                 "node_rank": 0,
                 "base_gpu_id": min((gpu for host in hosts for gpu in host.gpus), default=0),
-                "gpu_id_step": 1,
+                **dict.fromkeys(("pp_size", "ep_size", "nnodes", "gpu_id_step"), 1),
                 "context_length": engines.context_length,
                 "enable_memory_saver": self.memory_saver,
                 "enable_return_routed_experts": engines.routes,
@@ -524,14 +537,6 @@ def _answered(handler: Handler) -> Handler:
 # ── the table ────────────────────────────────────────────────────────────
 
 
-@frozen(kw_only=True)
-class UpdateResult:
-    """SGLang's answer to an update, and to whatever fails."""
-
-    success: bool
-    message: str
-
-
 _OBJECT: Final = dict[str, Any]
 # the methods that SGLang takes, the path, the handler, what it is, and the body
 _TABLE: Final[tuple[tuple[str, str, str, str, Any], ...]] = (
@@ -545,16 +550,15 @@ _TABLE: Final[tuple[tuple[str, str, str, str, Any], ...]] = (
     ("POST", "/end_weight_update", "end", "Serve them.", _OBJECT),
     ("POST", "/update_weight_version", "name", "Confirm the version of the weights.", NewVersion),
     ("POST", "/init_weights_update_group", "init_group", "Join a process group.", InitGroup),
-    ("POST", "/destroy_weights_update_group", "destroy_group", "Leave it.", DestroyGroup),
+    ("POST", "/destroy_weights_update_group", "destroy_group", "Leave it.", GroupName),
     ("POST", "/release_memory_occupation", "release", "Lend GPU memory.", MemoryTags),
     ("POST", "/resume_memory_occupation", "take", "Take it back.", MemoryTags),
-    ("GET", "/get_weight_version", "version", "The version served.", None),
-    ("GET", "/weight_version", "version", "The version served.", None),
+    ("POST", "/load_lora_adapter", "load_adapter", "Serve an adapter.", LoraAdapter),
+    ("POST", "/unload_lora_adapter", "unload_adapter", "Delete it.", LoraAdapter),
+    *(("GET", path, "version", "The version.", None) for path in ("/get_weight_version", "/weight_version")),
+    *(("GET", path, "model_info", "The model.", None) for path in ("/get_model_info", "/model_info")),
+    *(("GET", path, "server_info", "The engines.", None) for path in ("/get_server_info", "/server_info")),
     ("GET", "/health_generate", "healthy", "Whether it serves.", None),
-    ("GET", "/get_model_info", "model_info", "The model.", None),
-    ("GET", "/model_info", "model_info", "The model.", None),
-    ("GET", "/get_server_info", "server_info", "The engines.", None),
-    ("GET", "/server_info", "server_info", "The engines.", None),
     *(("POST", path, "", "Not on a node: the answer is why.", _OBJECT) for path in REFUSED),
 )
 OPERATIONS: Final[Mapping[Where, Operation]] = {
@@ -574,7 +578,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
 
 
 def sglang_extension(
-    service: Service, *, weights: Weights, control: EngineControl, memory_saver: bool
+    service: Service, *, weights: Weights, control: EngineControl, adapters: AdapterStore, memory_saver: bool
 ) -> Extension:
     """SGLang's routes. Its trainers have no place for a bearer token: HTTP's basic authentication with the
     token as its password is taken too.
@@ -584,6 +588,7 @@ def sglang_extension(
         weights=weights,
         control=control,
         updates=SglangUpdates(weights=weights, control=control),
+        adapters=adapters,
         memory_saver=memory_saver,
     )
     rows: tuple[RouteRow, ...] = tuple(

@@ -9,6 +9,7 @@ A prompt's trajectories are one task, so the node starts, ends and judges them a
 SkyRL wants a row for it, and gets one that is masked and has the mean reward of its group: never 0.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import anyio.to_thread
 import ray
+from attrs import evolve
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
@@ -29,7 +31,7 @@ from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import initialize_ray
 
 from polarnode.client import PolarnodeClient
-from polarnode.client.tensors import push_tensors
+from polarnode.client.tensors import push_adapter, push_tensors
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
@@ -154,10 +156,15 @@ class NodeWeights:
         self.dispatch.save_hf_model("policy", str(exported), self.tokenizer)
         settings = self.polarnode
         client = PolarnodeClient(settings.url, token=settings.token, patience_s=settings.patience_s)
+        version, adapter = f"{settings.run}-{LAUNCH}-{self.global_step}", exported / "adapter_config.json"
         try:
+            if adapter.is_file():  # a LoRA policy is exported as PEFT saves it, without its base
+                config = json.loads(adapter.read_text())
+                push_adapter(client, settings.run, version, _tensors(exported), config=config)
+                return
             push_tensors(
                 client,
-                f"{settings.run}-{LAUNCH}-{self.global_step}",
+                version,
                 _tensors(exported),
                 model=self.cfg.trainer.policy.model.path,
                 **{**self.weights, "folder": folder},
@@ -234,7 +241,17 @@ def read_settings(cfg: Any) -> tuple[PluginSettings, dict[str, Any]]:
             " it to false",
             path="$.trainer.placement.colocate_all",
         )
-    return plugin_settings(given), weights
+    settings, lora = plugin_settings(given), cfg.trainer.policy.model.lora
+    if lora.rank > 0:
+        if cfg.trainer.strategy != "fsdp":
+            raise Refused(
+                "trainer.policy.model.lora with trainer.strategy=megatron exports what a node was never tried"
+                " with: use trainer.strategy=fsdp, or set rank to 0",
+                path="$.trainer.strategy",
+            )
+        # its tasks are sampled by the adapter that `_push` serves
+        settings = evolve(settings, template={**settings.template, "adapter": settings.run})
+    return settings, weights
 
 
 def run(cfg: Any, settings: PluginSettings, weights: Mapping[str, Json]) -> None:

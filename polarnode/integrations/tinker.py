@@ -1,21 +1,27 @@
 """A policy-gradient loop for Tinker (0.38): sessions of a node in, optimizer steps in Tinker's cloud out.
 
-    from polarnode.integrations.tinker import train
+    from polarnode.integrations.tinker import adapter_weights, train
 
-    train(training_client, rows, weights=serve, steps=50)
+    weights = adapter_weights(settings, "Qwen/Qwen3-8B")  # settings whose task names an adapter
+    train(training_client, rows, weights=weights, steps=50, settings=settings)
 
-Tinker trains adapters in its own cloud, and a node samples from whole weights. So the caller gives
-`weights`, which brings each step's weights to the node; docs/trainers/tinker.md has one. Nothing here imports
-tinker before it is used.
+Tinker trains adapters in its own cloud. The caller gives `weights`, which brings each step's adapter to the
+node: `adapter_weights` makes one. Nothing here imports tinker or its cookbook before it is used.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
+from pathlib import Path
+from secrets import token_hex
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Protocol
 
 from attrs import field, frozen
 
+from polarnode.client import PolarnodeClient
+from polarnode.client.tensors import push_adapter
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.groups import Estimator, Group
@@ -84,6 +90,7 @@ def train(
     loss_fn: str = "importance_sampling",
     loss_fn_config: Mapping[str, float | str] | None = None,
     estimator: Estimator = "grpo_without_std",
+    kl_penalty_coef: float = 0.0,
     adam: Any = None,
     temperature: float = 1.0,
     settings: PluginSettings | None = None,
@@ -95,6 +102,8 @@ def train(
       what samples is what is trained, and after each step that changed them.
     * `estimator`: "grpo_without_std" is the cookbook's. `adam`: a `tinker.AdamParams`; the cookbook's numbers
       if None.
+    * `kl_penalty_coef`: how much the reverse KL to the teacher of the tasks (`carry.teacher`) counts beside
+      rewards; the cookbook's is 1.
     * `settings`: of `plugin_settings`; from POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN
       if None.
 
@@ -113,7 +122,7 @@ def train(
     for number in range(1, steps + 1):
         specs = [task_of(where, row, samples=samples, sampling=sampling) for row in islice(rows, prompts)]
         groups = rollout_groups(where, specs)
-        data = data_of(groups, estimator=estimator)
+        data = data_of(groups, estimator=estimator, kl_penalty_coef=kl_penalty_coef)
         if not data:
             logger.warning("step %d has no row to train: weights stay as they are", number)
             yield _step(number, groups, data, None, {})
@@ -126,7 +135,37 @@ def train(
         yield _step(number, groups, data, output, {**output.metrics, **(stepped.metrics or {})})
 
 
-def data_of(groups: Sequence[Group], *, estimator: Estimator = "grpo_without_std") -> list[Any]:
+def adapter_weights(settings: PluginSettings, base_model: str) -> ServeWeights:
+    """The `weights` of `train` that serve Tinker's adapter itself: downloaded and written as PEFT's by the
+    cookbook, pushed over HTTP as a version of the adapter that the tasks of `settings` name. `base_model` is
+    the name or folder of what the node serves.
+    """
+    name = settings.template.get("adapter")
+    if not isinstance(name, str) or not name:
+        raise Refused("the task names no adapter: give it one, such as its run's name", path="$.task.adapter")
+    node = PolarnodeClient(settings.url, token=settings.token, patience_s=settings.patience_s)
+    mark = token_hex(4)  # versions name one set of weights for ever, also when a run begins again
+
+    def serve(client: Any, step: int) -> None:
+        from safetensors.torch import load_file
+        from tinker_cookbook import weights  # type: ignore[import-not-found]
+
+        version = f"{name}-{mark}-{step}"
+        saved = client.save_weights_for_sampler(version).result()
+        with TemporaryDirectory() as folder:
+            found = weights.download(tinker_path=saved.path, output_dir=f"{folder}/tinker")
+            peft = Path(folder, "peft")
+            weights.build_lora_adapter(base_model=base_model, adapter_path=found, output_path=str(peft))
+            config = json.loads((peft / "adapter_config.json").read_text())
+            tensors = load_file(peft / "adapter_model.safetensors")
+            push_adapter(node, name, version, tensors, config=config)
+
+    return serve
+
+
+def data_of(
+    groups: Sequence[Group], *, estimator: Estimator = "grpo_without_std", kl_penalty_coef: float = 0.0
+) -> list[Any]:
     """The `tinker.Datum`s of a batch: every row of every usable session once, with its advantage on sampled
     tokens and 0 elsewhere.
 
@@ -144,6 +183,7 @@ def data_of(groups: Sequence[Group], *, estimator: Estimator = "grpo_without_std
         for each in datums(
             trajectory,
             advantage=advantages.get(trajectory.session_id, []),
+            kl_penalty_coef=kl_penalty_coef,
             mask=False,  # forward_backward refuses it
             arrays="native",
         )

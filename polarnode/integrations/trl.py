@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import anyio
 import anyio.from_thread
-from attrs import define, field
+from attrs import define, evolve, field
 
 from polarnode.client import PolarnodeClient
-from polarnode.client.tensors import Transport, WeightsGroup, pairs, push_tensors
+from polarnode.client.tensors import Transport, WeightsGroup, pairs, push_adapter, push_tensors
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
@@ -111,10 +111,9 @@ class PushWeights:
         """Serve these tensors under this number; pairs may be made while they are sent. Returns when they
         are served.
         """
-        given = self.settings
         cast = ((name, self._cast(tensor)) for name, tensor in pairs(named))
         push_tensors(
-            PolarnodeClient(given.url, token=given.token, patience_s=given.patience_s),
+            self._client(),
             self.version(number),
             dict(cast) if isinstance(named, Mapping) else cast,
             transport=self.transport,
@@ -123,6 +122,27 @@ class PushWeights:
             group=self._group,
             mode=self.mode,
         )
+
+    def push_adapter(self, number: int, model: Any, state: Mapping[str, Any]) -> None:
+        """Serve the active adapter of a PEFT model as a version of the adapter `run`, whatever `transport`
+        is: it goes over HTTP. `state` has the model's tensors, whole. What PEFT has beside LoRA (DoRA,
+        `modules_to_save` …) the node refuses with its reason.
+        """
+        from peft import get_peft_model_state_dict
+
+        name = model.active_adapter
+        tensors = get_peft_model_state_dict(model, state_dict=state, adapter_name=name)
+        push_adapter(
+            self._client(),
+            self.settings.run,
+            self.version(number),
+            tensors,
+            config=model.peft_config[name],
+        )
+
+    def _client(self) -> PolarnodeClient:
+        given = self.settings
+        return PolarnodeClient(given.url, token=given.token, patience_s=given.patience_s)
 
     def _cast(self, tensor: Any) -> Any:
         same = self.dtype is None or not tensor.is_floating_point()
@@ -154,7 +174,8 @@ class PolarnodeRollout:
       POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN if not given. A row of the dataset may
       add to its task in a column `polarnode`; its prompt is the instruction.
     * `weights`, `folder` (below the trainer's output_dir if not given), `model` (the trainer's), `address`,
-      `dtype`: how weights get to the node, see `PushWeights`; "none" pushes nothing.
+      `dtype`: how weights get to the node, see `PushWeights`; "none" pushes nothing. With a `peft_config` the
+      adapter alone is served, under the name of the run, and tasks name it.
     * `several`: of a session with several rows train the "last" of the main agent, or "refuse" it.
     * `importance_sampling`: let TRL weigh tokens by its own probability over the recorded one, with its
       `vllm_importance_sampling_*` settings. It reads them for its own vLLM only, so this sets the attributes
@@ -213,8 +234,12 @@ class PolarnodeRollout:
             return
         # gathers shards of FSDP and of DeepSpeed's stage 3, and raises if they cannot be gathered
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        if trainer.accelerator.is_main_process:
-            self.weights.push(self._pushes, state)  # not the step: train() may be called again
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if trainer.accelerator.is_main_process:  # a number of its own: train() may be called again
+            if hasattr(model, "peft_config"):
+                self.weights.push_adapter(self._pushes, model, state)
+            else:
+                self.weights.push(self._pushes, state)
         trainer.accelerator.wait_for_everyone()  # nobody samples before the weights are served
         self._pushed, self._pushes = step, self._pushes + 1
 
@@ -222,11 +247,9 @@ class PolarnodeRollout:
         """Refuse what cannot be right, before anything is sampled."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         if self.weights is not None and hasattr(model, "peft_config"):
-            raise Refused(
-                "this trainer trains an adapter, and a node takes whole weights: leave peft_config out, or"
-                " merge and push them yourself and pass weights='none'",
-                path="$.weights",
-            )
+            # its tasks are sampled by the adapter that `push_adapter` serves
+            template = {"adapter": self.settings.run, **self.settings.template}
+            self.settings = evolve(self.settings, template=template)
         self._columns = _Columns((trainer.train_dataset, trainer.eval_dataset))
         if self.weights is not None:
             self.weights.folder = self.weights.folder or Path(trainer.args.output_dir, FOLDER)

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping
 from secrets import token_hex
 from typing import Any, Final
 
+from attrs import evolve
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
 
 from polarnode.client import PolarnodeClient
-from polarnode.client.tensors import WeightsGroup, push_tensors
+from polarnode.client.tensors import WeightsGroup, push_adapter, push_tensors
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
@@ -95,6 +96,9 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
         own = {key: kwargs.pop(key) for key in (*ENVIRONMENT, *WEIGHTS) if key in kwargs}
         super().__init__(*args, **kwargs)
         self.settings, _ = settings_of(self.rollout_config, own)
+        if _trains_adapter(self.config.actor_rollout_ref.get("model") or {}):
+            template = {**self.settings.template, "adapter": self.settings.run}
+            self.settings = evolve(self.settings, template=template)
         actor = self.config.actor_rollout_ref.actor
         # the longest row that verl's dynamic batches take; it asserts there, and the run would end
         self.longest: int | None = None
@@ -120,7 +124,9 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
     def _rows(self, trajectory: Trajectory, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         # a session of verl's sync trainer begins and ends under the weights of the step before
         before = max(0, int(row.get("global_steps", 0)) - 1)
-        rows = agent_loop_outputs(trajectory, number=step_of if _counted(trajectory) else None)
+        rows = agent_loop_outputs(
+            trajectory, number=step_of if _counted(trajectory) else None, arrays="native"
+        )
         for fields in rows:
             tokens = len(fields["prompt_ids"]) + len(fields["response_ids"])
             if self.longest is not None and tokens > self.longest:
@@ -142,6 +148,14 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
                 " use rollout.name=polarnode, or trainer_mode=sync"
             )
         extra["min_global_steps"] = extra["max_global_steps"] = before
+
+
+def _trains_adapter(model: Mapping[str, Any]) -> bool:
+    """Whether verl sends an adapter instead of merged weights: FSDP has its rank in one place, Megatron in
+    another.
+    """
+    lora = model.get("lora") or {}
+    return bool((model.get("lora_rank") or lora.get("rank")) and not lora.get("merge"))
 
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Json]:
@@ -191,14 +205,16 @@ class NodeWeights(BaseRollout):  # type: ignore[misc]
         wire_format: str = "named_tensors",
         *,
         global_steps: int | None = None,
-        peft_config: Any = None,
+        peft_config: Mapping[str, Any] | None = None,
+        base_sync_done: bool = True,
         **kwargs: Any,
     ) -> None:
         """Every rank calls it, because each tensor is gathered from all; rank 0 sends them. Raises what
-        `push_tensors` raises, after the last tensor, so that no rank waits for another.
+        `push_tensors` or `push_adapter` raises, after the last tensor, so that no rank waits for another.
+
+        With a `peft_config` they are an adapter's, named after the run; verl sends the frozen base before its
+        first one, which is what the node serves already.
         """
-        if peft_config is not None:
-            raise Refused("a node takes whole weights: set actor_rollout_ref.model.lora.merge=True")
         if wire_format != "named_tensors":
             raise Refused(f"a node takes whole tensors, not {wire_format}: choose another checkpoint engine")
         named = iter(weights)
@@ -206,7 +222,10 @@ class NodeWeights(BaseRollout):  # type: ignore[misc]
             if self.device_mesh is None or self.device_mesh.get_rank() == 0:
                 version = f"{self.settings.run}-{LAUNCH}-{global_steps or 0}"
                 # not in a thread: gathering a tensor needs the CUDA device of this one
-                push_tensors(self.client, version, named, **self.weights)
+                if peft_config is None:
+                    push_tensors(self.client, version, named, **self.weights)
+                elif base_sync_done:
+                    push_adapter(self.client, self.settings.run, version, dict(named), config=peft_config)
         finally:
             for _ in named:
                 pass

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 from urllib.parse import quote
 
 from attrs import define, frozen
@@ -19,9 +19,9 @@ from polarnode.core.trajectory import Turn
 from polarnode.journal import entries, queries
 from polarnode.journal.damage import Damage, Damages, JournalConnection, note, reading_pages
 from polarnode.journal.schema import BUSY_MS, TABLES, VERSION
-from polarnode.journal.values import KEYS_ALONE, Filters
+from polarnode.journal.values import KEYS_ALONE, EventKind, Filters
 
-BODIES: Final = ("tasks", "sessions", "turns", "trajectories", "events", "weights")
+BODIES: Final = ("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations")
 FAULTS_OF_SQLITE: Final = 100  # that its check lists; a file with more is not repaired by reading them
 
 
@@ -177,7 +177,7 @@ def _check_turns(db: sqlite3.Connection, session_id: str, turns: tuple[Turn, ...
 
 def _events(db: sqlite3.Connection) -> None:
     """Each event, and that no number between the oldest and the last is missing."""
-    every = Filters(kinds=("trajectory", "group", "task", "attempt"))
+    every = Filters(kinds=get_args(EventKind))
     seen = 0
     while True:
         page = queries.events(db, seen, 1000, every, KEYS_ALONE, queries.Recent())
@@ -194,6 +194,11 @@ def _events(db: sqlite3.Connection) -> None:
 
 def _weights(db: sqlite3.Connection) -> None:
     entries.weights(db, None)
+
+
+def _evaluations(db: sqlite3.Connection) -> None:
+    for (evaluation_id,) in db.execute("SELECT evaluation_id FROM evaluations").fetchall():
+        entries.evaluation(db, evaluation_id)
 
 
 # by table and its key, what must be there for each row, as a query that gives the keys of the rows without it
@@ -228,6 +233,11 @@ REFERENCES: Final[Mapping[str, tuple[str, str]]] = {
         "sessions",
         "SELECT session_id FROM sessions WHERE retried_as NOT IN (SELECT session_id FROM sessions)",
     ),
+    "the evaluation of the session is missing": (
+        "evaluated",
+        """SELECT session_id FROM evaluated
+        WHERE evaluation_id NOT IN (SELECT evaluation_id FROM evaluations)""",
+    ),
     "it acknowledges events that were never given": (
         "positions",
         """SELECT consumer FROM positions
@@ -242,4 +252,4 @@ def _references(db: sqlite3.Connection) -> None:
             note(db, Damage(table=table, row=str(row), reason=reason))
 
 
-STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _references)
+STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _references)

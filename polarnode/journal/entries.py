@@ -7,19 +7,21 @@ so that a crash of the node cannot separate them.
 """
 
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final
 
-from attrs import frozen
+from attrs import fields, frozen
 
-from polarnode.core.codec.json import dump_json, plain, read_json
+from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.codec.packing import pack_trajectory, pack_turn
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Unreadable
-from polarnode.core.task import TaskSpec
+from polarnode.core.status import EvaluatedSession, EvaluationStatus, RewardEvent
+from polarnode.core.task import EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.journal import pending_callbacks, queries
 from polarnode.journal.damage import Damage, check, checksum, decoding, note
@@ -66,14 +68,15 @@ def _insert_event(
     reward: float | None = None,
     at: float,
     body: bytes | None = None,
-) -> None:
+) -> int | None:
     row = (kind, key, task_id, group_id, session_id, outcome, reward, at, body)
-    db.execute(
+    seq = db.execute(
         "INSERT INTO events (kind, key, task_id, group_id, session_id, outcome, reward, at, body, checksum)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (*row, checksum(*row)),
-    )
+    ).lastrowid
     pending_callbacks.add_pending(db, kind, task_id)
+    return seq
 
 
 # ── the entry ────────────────────────────────────────────────────────────
@@ -287,6 +290,167 @@ def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
     return True
 
 
+# ── evaluations of finished sessions ──────────────────────────────────────────────
+
+EVALUATION = "SELECT evaluation_id, idempotency_key, submitted, body, checksum FROM evaluations "
+# a row of `evaluated` whose session has neither a reward event nor a reason why it gets none
+PENDING = "n IS NULL AND error IS NULL"
+
+
+def evaluation_entry(
+    spec: EvaluationSpec,
+    sessions: Mapping[str, str | None],
+    *,
+    evaluation_id: str,
+    idempotency_key: str | None,
+    now: float,
+) -> Entry:
+    """An evaluation of `sessions`; by each one's id, why it is refused, or None."""
+    columns = (evaluation_id, idempotency_key, now, dump_json(plain(spec)))
+    rows = [(evaluation_id, session_id, why) for session_id, why in sessions.items()]
+    apply = partial(_insert_evaluation, row=(*columns, checksum(*columns)), rows=rows)
+    return Entry(ROW_BYTES * (1 + len(rows)) + len(columns[3]), apply)
+
+
+def _insert_evaluation(
+    db: sqlite3.Connection, *, row: tuple[object, ...], rows: list[tuple[str, str, str | None]]
+) -> None:
+    db.execute(
+        "INSERT OR IGNORE INTO evaluations (evaluation_id, idempotency_key, submitted, body, checksum) VALUES"
+        " (?, ?, ?, ?, ?)",
+        row,
+    )
+    db.executemany(
+        "INSERT OR IGNORE INTO evaluated (evaluation_id, session_id, error) VALUES (?, ?, ?)", rows
+    )
+
+
+def reward_entry(given: RewardEvent) -> Entry:
+    """The `reward` event of an evaluated session, once for each evaluation. Its number is given here."""
+    body: dict[str, Json] = plain(given)
+    return Entry(2 * ROW_BYTES + len(dump_json(body)), partial(_insert_reward, given=given, body=body))
+
+
+def _insert_reward(db: sqlite3.Connection, *, given: RewardEvent, body: dict[str, Json]) -> None:
+    whose = (given.evaluation_id, given.session_id)
+    pending = f"SELECT 1 FROM evaluated WHERE evaluation_id = ? AND session_id = ? AND {PENDING}"
+    if db.execute(pending, whose).fetchone() is None:
+        return
+    kept = "SELECT 1 FROM trajectories WHERE session_id = ?"
+    if db.execute(kept, whose[1:]).fetchone() is None:
+        # its numbers may be pruned with its events, and no key is given twice
+        _refuse(db, whose=whose, why=f"session {given.session_id} was pruned while it was evaluated")
+        return
+    last = "SELECT coalesce(max(n), 0) FROM evaluated WHERE session_id = ?"
+    n = int(db.execute(last, whose[1:]).fetchone()[0]) + 1
+    seq = _insert_event(
+        db,
+        kind="reward",
+        key=f"reward:{given.session_id}:{n}",
+        task_id=given.task_id,
+        group_id=given.group_id,
+        session_id=given.session_id,
+        reward=given.reward,
+        at=given.given,
+        body=dump_json({**body, "n": n}),
+    )
+    db.execute(
+        "UPDATE evaluated SET n = ?, seq = ?, reward = ?, error = ? WHERE evaluation_id = ? AND"
+        " session_id = ?",
+        (n, seq, given.reward, given.error, *whose),
+    )
+
+
+def refusal_entry(evaluation_id: str, session_id: str, why: str) -> Entry:
+    """A session of an evaluation that gets no event."""
+    return Entry(ROW_BYTES + len(why), partial(_refuse, whose=(evaluation_id, session_id), why=why))
+
+
+def _refuse(db: sqlite3.Connection, *, whose: tuple[str, str], why: str) -> None:
+    db.execute(
+        f"UPDATE evaluated SET error = ? WHERE evaluation_id = ? AND session_id = ? AND {PENDING}",
+        (why, *whose),
+    )
+
+
+def forget_evaluation(db: sqlite3.Connection, session_id: str | None, seq: int) -> None:
+    """Forget an evaluation with its last `reward` event, once none of its sessions is pending."""
+    whose = db.execute(
+        "SELECT evaluation_id FROM evaluated WHERE session_id = ? AND seq = ?", (session_id, seq)
+    ).fetchone()
+    left = f"SELECT 1 FROM evaluated WHERE evaluation_id = ? AND (seq > ? OR {PENDING})"
+    if whose is None or db.execute(left, (*whose, seq)).fetchone() is not None:
+        return
+    for table in ("evaluations", "evaluated"):
+        db.execute(f"DELETE FROM {table} WHERE evaluation_id = ?", whose)
+
+
+def evaluation(
+    db: sqlite3.Connection, evaluation_id: str | None, idempotency_key: str | None = None
+) -> EvaluationStatus | None:
+    """The evaluation of this id, or of this key."""
+    where = "WHERE evaluation_id = ? OR idempotency_key = ?"
+    row = db.execute(EVALUATION + where, (evaluation_id, idempotency_key)).fetchone()
+    return None if row is None else _evaluation(db, *row)
+
+
+def pending_evaluations(db: sqlite3.Connection) -> tuple[EvaluationStatus, ...]:
+    """Those with a pending session, oldest first."""
+    pending = (
+        f"WHERE evaluation_id IN (SELECT evaluation_id FROM evaluated WHERE {PENDING}) ORDER BY submitted"
+    )
+    return tuple(_evaluation(db, *row) for row in db.execute(EVALUATION + pending).fetchall())
+
+
+def standing(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, bool]:
+    """Whether each of these sessions is over; without those that are not in the journal."""
+    query = "SELECT session_id, outcome IS NOT NULL FROM sessions WHERE session_id = ?"
+    found = (db.execute(query, (session_id,)).fetchone() for session_id in session_ids)
+    return {row[0]: bool(row[1]) for row in found if row is not None}
+
+
+def places_of(db: sqlite3.Connection, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+    """The sessions that hold the places of a task or of a group's tasks."""
+    column, name = ("group_id", group_id) if task_id is None else ("task_id", task_id)
+    rows = db.execute(
+        f"SELECT session_id FROM sessions JOIN tasks USING (task_id) WHERE retried_as IS NULL AND"
+        f" tasks.{column} = ? ORDER BY number, sample_index",
+        (name,),
+    )
+    return tuple(session_id for (session_id,) in rows)
+
+
+EVALUATED = """
+SELECT session_id, CASE WHEN error IS NULL THEN CASE WHEN n IS NULL THEN 'pending' ELSE 'evaluated' END
+    ELSE CASE WHEN n IS NULL THEN 'refused' ELSE 'failed' END END,
+    n, sessions.reward, evaluated.reward, error
+FROM evaluated LEFT JOIN sessions USING (session_id) WHERE evaluation_id = ? ORDER BY evaluated.rowid"""
+
+
+def _evaluation(
+    db: sqlite3.Connection, name: str, key: str | None, submitted: float, body: bytes, expected: int | None
+) -> EvaluationStatus:
+    spec: EvaluationSpec | None = None
+    try:
+        check(expected, name, key, submitted, body)
+        with decoding():
+            spec = structure(read_json(body), EvaluationSpec)
+    except Unreadable as error:
+        note(db, Damage(table="evaluations", row=name, reason=str(error)))
+    columns = [each.name for each in fields(EvaluatedSession)]
+    rows = db.execute(EVALUATED, (name,)).fetchall()
+    sessions = tuple(EvaluatedSession(**dict(zip(columns, row, strict=True))) for row in rows)
+    counts = Counter[str](each.state for each in sessions)
+    return EvaluationStatus(
+        evaluation_id=name,
+        submitted=submitted,
+        spec=spec,
+        finished=not counts["pending"],
+        counts=counts,
+        sessions=sessions,
+    )
+
+
 # ── runs of one name ────────────────────────────────────────────────────────────
 
 RUN: Final = ":run-"  # stands between the name and the number of a task that is not the first
@@ -318,6 +482,14 @@ class WeightsRow:
     at: float
     body: Json
 
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter that it is a version of; empty for the base."""
+        match self.body:
+            case {"source": {"kind": "adapter", "adapter": str(name)}}:
+                return name
+        return ""
+
 
 def weights_entry(version: str, body: Mapping[str, Json], *, now: float) -> Entry:
     columns = (version, now, dump_json(dict(body)))
@@ -330,10 +502,23 @@ def _insert_weights(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
         db.execute("INSERT INTO weights (version, at, body, checksum) VALUES (?, ?, ?, ?)", row)
 
 
-def weights(db: sqlite3.Connection, limit: int | None) -> tuple[WeightsRow, ...]:
-    """Newest first, without damaged rows."""
+def weights_changed_entry(version: str, body: Mapping[str, Json]) -> Entry:
+    """What else became of a version."""
+    packed = dump_json(dict(body))
+    return Entry(ROW_BYTES + len(packed), partial(_change_weights, version=version, body=packed))
+
+
+def _change_weights(db: sqlite3.Connection, *, version: str, body: bytes) -> None:
+    for (at,) in db.execute("SELECT at FROM weights WHERE version = ?", (version,)).fetchall():
+        row = (body, checksum(version, at, body), version)
+        db.execute("UPDATE weights SET body = ?, checksum = ? WHERE version = ?", row)
+
+
+def weights(db: sqlite3.Connection, limit: int | None, *, adapters: bool = False) -> tuple[WeightsRow, ...]:
+    """Those of the base, or those of adapters, newest first, without damaged rows."""
     rows = (_row(db, *row) for row in db.execute(COLUMNS + "ORDER BY number DESC"))
-    return tuple(islice((found for found in rows if found is not None), limit))
+    found = (row for row in rows if row is not None and (row.adapter != "") is adapters)
+    return tuple(islice(found, limit))
 
 
 def weights_of(db: sqlite3.Connection, version: str) -> WeightsRow | None:

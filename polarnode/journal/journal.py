@@ -39,6 +39,7 @@ from polarnode.journal.entries import (
     trajectory_entry,
     turn_entry,
     weights,
+    weights_changed_entry,
     weights_entry,
     weights_of,
 )
@@ -199,9 +200,17 @@ class Journal:
         """Record that these weights are served from now on. Only the first row of a version is kept."""
         self._writer.put(weights_entry(version, body, now=self.now()))
 
+    def weights_changed(self, version: str, body: dict[str, Json]) -> None:
+        """Record what else became of a version."""
+        self._writer.put(weights_changed_entry(version, body))
+
     def callback_taken(self, seq: int) -> None:
         """Record that a callback's receiver accepted an event: it is no longer pending."""
         self._writer.put(Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq)))
+
+    def write(self, entry: Entry) -> None:
+        """Enqueue an entry that its room made."""
+        self._writer.put(entry)
 
     async def flushed(self) -> None:
         """Return when all that was enqueued before this call is on disk."""
@@ -276,46 +285,50 @@ class Journal:
     # ── reading ───────────────────────────────────────────────────────────────
 
     async def task(self, task_id: str) -> TaskRecord | None:
-        return await self._read(queries.task, task_id)
+        return await self.query(queries.task, task_id)
 
     async def latest_run(self, name: str) -> TaskRecord | None:
         """The last task that was submitted under a name that may be used again (`entries.RUN`)."""
-        return await self._read(entries.latest_run, name)
+        return await self.query(entries.latest_run, name)
 
     async def task_of_key(self, idempotency_key: str) -> TaskRecord | None:
         """The first task that was submitted with this key."""
-        return await self._read(queries.task_of_key, idempotency_key)
+        return await self.query(queries.task_of_key, idempotency_key)
 
     async def tasks(self, *, limit: int = 100, before: str | None = None) -> tuple[TaskRecord, ...]:
         """Newest first; `before` is the last task_id of the page before."""
-        return await self._read(queries.tasks, limit, before)
+        return await self.query(queries.tasks, limit, before)
 
     async def session(self, session_id: str) -> SessionRecord | None:
-        return await self._read(queries.session, session_id)
+        return await self.query(queries.session, session_id)
 
     async def trajectory(self, session_id: str) -> Trajectory | None:
         """The trajectory with all its turns; None when the session is not over, unknown or pruned."""
-        return await self._read(queries.trajectory, session_id)
+        return await self.query(queries.trajectory, session_id)
 
     async def turns(self, session_id: str) -> tuple[Turn, ...]:
-        return await self._read(queries.turns, session_id)
+        return await self.query(queries.turns, session_id)
 
     async def weights(self, limit: int) -> tuple[WeightsRow, ...]:
-        """Newest first."""
-        return await self._read(weights, limit)
+        """Those of the base, newest first."""
+        return await self.query(weights, limit)
+
+    async def adapters(self) -> tuple[WeightsRow, ...]:
+        """The versions of all adapters, newest first."""
+        return await self.query(weights, None, adapters=True)
 
     async def weights_of(self, version: str) -> WeightsRow | None:
-        return await self._read(weights_of, version)
+        return await self.query(weights_of, version)
 
     async def places_over(self, task_id: str) -> tuple[Facts, ...]:
         """What a group's judge needs of the task's sessions that are over."""
-        return await self._read(places_over, task_id)
+        return await self.query(places_over, task_id)
 
     async def unfinished(self) -> tuple[UnfinishedSession, ...]:
         """Sessions of earlier runs without a trajectory. Publish one for each, so that it ends
         `interrupted`.
         """
-        return await self._read(queries.unfinished)
+        return await self.query(queries.unfinished)
 
     async def events(
         self,
@@ -328,7 +341,7 @@ class Journal:
         """The events after `after`, bounded in number and bytes, with trajectories as JSON unless `encoder`
         writes them otherwise. Continue from the page's `seen`.
         """
-        return await self._read(
+        return await self.query(
             queries.events, after, limit, filters or Filters(), encoder or json_encoder(), self._recent
         )
 
@@ -351,9 +364,10 @@ class Journal:
         """Run a long pure call (a trajectory to JSON) where the journal's reads run, off the event loop."""
         return await trio.to_thread.run_sync(call, limiter=self._limiter)
 
-    async def _read(
+    async def query(
         self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
+        """Run a function of a read connection, off the event loop."""
         return await trio.to_thread.run_sync(
             lambda: self._read_now(query, *args, **kwargs), limiter=self._limiter
         )
@@ -373,21 +387,21 @@ class Journal:
 
     async def pending_callback_urls(self, most: int, skipped: Collection[str] = ()) -> tuple[str, ...]:
         """URLs with pending events, those that wait longest first, without those `skipped`."""
-        return await self._read(pending_callbacks.urls, most, skipped)
+        return await self.query(pending_callbacks.urls, most, skipped)
 
     async def pending_callbacks(
         self, url: str, most: int, skipped: Collection[str] = ()
     ) -> tuple[PendingCallback, ...]:
         """The oldest pending event of each task of a callback URL, without the tasks `skipped`."""
-        return await self._read(pending_callbacks.heads, url, most, skipped)
+        return await self.query(pending_callbacks.heads, url, most, skipped)
 
     async def pending_callback_count(self) -> int:
         """The number of pending callback events."""
-        return await self._read(pending_callbacks.count)
+        return await self.query(pending_callbacks.count)
 
     async def expired_callbacks(self) -> int:
         """Events that retention pruned while they were pending, since the journal's beginning."""
-        return await self._read(pending_callbacks.expired)
+        return await self.query(pending_callbacks.expired)
 
     # ── condition ─────────────────────────────────────────────────────────────
 

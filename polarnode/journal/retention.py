@@ -18,7 +18,7 @@ from itertools import takewhile
 from attrs import frozen
 
 from polarnode.journal import pending_callbacks
-from polarnode.journal.entries import ROW_BYTES, Entry
+from polarnode.journal.entries import ROW_BYTES, Entry, forget_evaluation
 from polarnode.journal.values import ConsumerPosition, Retention, Waiting
 
 # ── consumers ────────────────────────────────────────────────────────────
@@ -142,6 +142,8 @@ def prune(db: sqlite3.Connection, retention: Retention, moment: Moment) -> bool:
     rows, enough = _droppable(db, retention, moment, PRUNED_AT_ONCE + 3 * moment.came)
     for seq, kind, task_id, session_id in rows:
         _forget(db, kind, task_id, session_id)
+        if kind == "reward":
+            forget_evaluation(db, session_id, seq)
         pending_callbacks.expire(db, seq)
         for table in ("events", "marks"):
             db.execute(f"DELETE FROM {table} WHERE seq <= ?", (seq,))

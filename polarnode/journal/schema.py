@@ -21,11 +21,12 @@ from polarnode.core.errors import JournalError
 from polarnode.journal.damage import Damages, JournalConnection
 from polarnode.support.bounded import private_opener
 
-VERSION = 5
+VERSION = 6
 # By version, the statements that make the next version. What came with 2: routed experts and alternatives in
 # turns and traces. 3: retried sessions, cancelled tasks, the new messages of turns. 4: times of events and
 # positions, the weights that were served, pending callbacks, what a group needs of its sessions, when a
 # consumer was last seen, marks of what all consumers had acknowledged. 5: checksums (`damage.py`).
+# 6: teachers' logprobs in traces; evaluations of sessions that were over.
 STEPS: Mapping[int, str] = {
     1: "",
     2: (
@@ -48,6 +49,12 @@ STEPS: Mapping[int, str] = {
         " INTEGER;\nALTER TABLE sessions ADD COLUMN outcome_checksum INTEGER;\nALTER TABLE turns ADD COLUMN"
         " checksum INTEGER;\nALTER TABLE trajectories ADD COLUMN checksum INTEGER;\nALTER TABLE events ADD"
         " COLUMN checksum INTEGER;\nALTER TABLE weights ADD COLUMN checksum INTEGER"
+    ),
+    5: (
+        "CREATE TABLE evaluations (evaluation_id TEXT PRIMARY KEY, idempotency_key TEXT, submitted REAL NOT"
+        " NULL, body BLOB NOT NULL, checksum INTEGER);\nCREATE TABLE evaluated (evaluation_id TEXT NOT NULL,"
+        " session_id TEXT NOT NULL, n INTEGER, seq INTEGER, reward REAL, error TEXT, UNIQUE (evaluation_id,"
+        " session_id));\nCREATE INDEX evaluated_by_session ON evaluated (session_id, n)"
     ),
 }
 
@@ -119,6 +126,23 @@ CREATE TABLE callbacks (seq INTEGER PRIMARY KEY, task_id TEXT NOT NULL, url TEXT
 CREATE INDEX callbacks_by_url ON callbacks (url, task_id, seq);
 CREATE TABLE callback_urls (task_id TEXT PRIMARY KEY, url TEXT NOT NULL, kinds TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX callbacks_by_task ON callbacks (task_id);
+CREATE TABLE evaluations (
+    evaluation_id TEXT PRIMARY KEY,
+    idempotency_key TEXT,
+    submitted REAL NOT NULL,
+    body BLOB NOT NULL,
+    checksum INTEGER
+);
+CREATE TABLE evaluated (
+    evaluation_id TEXT NOT NULL,
+    session_id TEXT NOT NULL,
+    n INTEGER,
+    seq INTEGER,
+    reward REAL,
+    error TEXT,
+    UNIQUE (evaluation_id, session_id)
+);
+CREATE INDEX evaluated_by_session ON evaluated (session_id, n);
 INSERT INTO meta VALUES ('life', 0), ('pruned', 0);
 """
 

@@ -14,8 +14,8 @@ from polarnode.core.trajectory import Damaged, Trajectory, Turn
 from polarnode.journal.damage import Damage
 from polarnode.merge.trajectory import Identity
 
-EventKind = Literal["trajectory", "group", "task", "attempt"]
-# what a reader gets that names no kinds: attempts are no training data
+EventKind = Literal["trajectory", "group", "task", "attempt", "reward"]
+# what a reader gets that names no kinds: attempts are no training data, later rewards replace no first one
 USUAL_KINDS: Final[tuple[EventKind, ...]] = ("trajectory", "group", "task")
 
 # The table of thresholds of a node that is too full. Those named TASK_ decide whether a task is taken
@@ -77,8 +77,8 @@ def json_encoder(arrays: Arrays = "json", turns: Turns = "table") -> TrajectoryE
 class StoredEvent:
     """One event. `key` is the same however often it is delivered.
 
-    `body` is the group or task as JSON, or the trajectory (for `attempt` that of a replaced session) as the
-    reader's encoder writes it; for `unreadable` an `UnreadableEvent` as JSON.
+    `body` is the group, task or reward as JSON, or the trajectory (for `attempt` that of a replaced session)
+    as the reader's encoder writes it; for `unreadable` an `UnreadableEvent` as JSON.
     """
 
     seq: int
@@ -129,7 +129,7 @@ class EventPage:
 @frozen(kw_only=True)
 class Filters:
     """Which events a reader gets. `outcome` and `min_reward` apply to trajectories and attempts alone, and
-    let groups and tasks pass.
+    let the other kinds pass.
     """
 
     task_id: str | None = None

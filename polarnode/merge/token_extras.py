@@ -6,16 +6,26 @@ the turn that has it; missing extras are never padded but named, by the turn in 
 `missing_extras`.
 """
 
+import re
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
-from polarnode.core.arrays import RoutedExperts, TopLogprobs
+from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.core.task import CarrySpec
-from polarnode.core.trajectory import Trace, Turn, routed_of_turns, top_of_turns
+from polarnode.core.trajectory import (
+    Trace,
+    Trajectory,
+    Turn,
+    line_of,
+    routed_of_turns,
+    sequence,
+    top_of_turns,
+)
 
 ExtraName = Literal["top_logprobs", "routed_experts"]
 MISSING_PREFIX: Final = "not carried: "  # first words of a turn's note on why extras are missing
@@ -111,6 +121,53 @@ def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
     for span in trace.version_spans:
         found[span.start : span.end] = array("i", [places[span.version]]) * (span.end - span.start)
     return tuple(named), found
+
+
+# ── logprobs of a teacher ─────────────────────────────────────────────────────────────────────────
+
+_TRAINED: Final = re.compile(rb"\x01+")
+
+
+def row_to_score(trace: Trace, turns: Mapping[int, Turn]) -> tuple["array[int]", int]:
+    """The row of a trace, from its very first token to its last trained one, and its first trained token
+    (1 at least: nothing is before the first). A slice's row begins with the tokens before its `offset`, which
+    its turns hold. Refused where they are not known.
+    """
+    before = ids()
+    if trace.offset:
+        last = trace.turn_spans[-1].turn if trace.turn_spans else -1
+        whole = sequence(turns, last) if line_of(turns, last) is not None else ids()
+        if whole[trace.offset : trace.offset + len(trace.token_ids)] != trace.token_ids:
+            raise Refused(f"the {trace.offset} tokens before its offset are not those of its turns")
+        before = whole[: trace.offset]
+    row = before + trace.token_ids[: trace.loss_mask.rfind(1) + 1]
+    return row, max(1, trace.offset + trace.loss_mask.find(1))
+
+
+def at_trained(mask: bytes, logprobs: "array[float]", *, begin: int) -> "array[float]":
+    """float32[len(mask)]: where the mask is 1 the logprob of `logprobs`, whose first is that of position
+    `begin`; 0 elsewhere, and before `begin`.
+    """
+    found = floats(bytes(4 * len(mask)))
+    for run in _TRAINED.finditer(mask):
+        first = max(run.start(), begin)
+        found[first : run.end()] = logprobs[first - begin : run.end() - begin]
+    return found
+
+
+def with_teacher(trace: Trace, begin: int, scored: "array[float] | str") -> Trace:
+    """The trace with its teacher's logprobs, of which the first is that of its position `begin`, or with the
+    reason that there are none.
+    """
+    if isinstance(scored, str):
+        return evolve(trace, missing_extras=(*trace.missing_extras, f"teacher_logprobs: {scored}"))
+    return evolve(trace, teacher_logprobs=at_trained(trace.loss_mask, scored, begin=begin))
+
+
+def unscored(trajectory: Trajectory, why: str) -> Trajectory:
+    """A trajectory whose traces with trained tokens say why no teacher scored them."""
+    traces = (with_teacher(each, 0, why) if 1 in each.loss_mask else each for each in trajectory.traces)
+    return evolve(trajectory, traces=tuple(traces))
 
 
 # ── extras of a session ───────────────────────────────────────────────────────────────────────────

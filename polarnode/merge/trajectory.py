@@ -18,10 +18,10 @@ from polarnode.core.trajectory import (
     LeftOut,
     Outcome,
     Timing,
-    Trace,
     Trajectory,
     Turn,
     Verdict,
+    rewarded,
     without_damaged,
 )
 from polarnode.merge.builders import build
@@ -140,9 +140,7 @@ def _trajectory(
         sample_index=identity.sample_index,
         outcome=result.outcome,
         reward=None if verdict is None else verdict.reward,
-        traces=built.traces
-        if verdict is None
-        else tuple(_rewarded(trace, verdict) for trace in built.traces),
+        traces=built.traces if verdict is None else tuple(rewarded(trace, verdict) for trace in built.traces),
         turns=tuple(turns),
         left_out=built.left_out,
         metrics={
@@ -160,15 +158,6 @@ def _trajectory(
         attempt=identity.attempt,
         retried_as=result.retried_as,
     )
-
-
-def _rewarded(trace: Trace, verdict: Verdict) -> Trace:
-    """A trace with its lineage's reward where there is one, else the session's, and its turns with theirs."""
-    reward = verdict.lineage_rewards.get(trace.lineage, verdict.reward)
-    if not verdict.turn_rewards:
-        return evolve(trace, reward=reward)
-    spans = tuple(evolve(span, reward=verdict.turn_rewards.get(span.turn)) for span in trace.turn_spans)
-    return evolve(trace, reward=reward, turn_spans=spans)
 
 
 def violated_invariant(trajectory: Trajectory) -> str | None:

@@ -21,12 +21,42 @@ from polarnode.core.codec.tasks import HOST
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.engine.protocol import Simulation
+from polarnode.engine.settings import LORA_MODULES
 from polarnode.evaluators.judging import JudgeConfig
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
 MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a judge and of a teacher
 OWN_ENGINES = ("sglang", "simulated")
 TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
+
+
+@frozen(kw_only=True)
+class TeacherConfig:
+    """A second model, with the policy's vocabulary, that scores rows and never samples. Its weights are those
+    of its checkpoint, or what its own servers serve.
+    """
+
+    model: str | None = None  # a folder with its checkpoint; None: the servers of `engine` have it
+    cpu: bool = False
+    gpus: tuple[int, ...] = ()
+    engine: str = "sglang"  # this node's own, simulated, or the addresses of servers
+    tp: int = 1
+    context_length: int | None = None  # tokens; None: what the checkpoint says
+    mem_fraction: float | None = None  # share of GPU memory; None: SGLang's choice
+    key_env: str | None = None  # the environment variable that holds its servers' key
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """The servers of an external engine; none for the node's own."""
+        return engine_urls(self.engine)
+
+
+def engine_urls(engine: str) -> tuple[str, ...]:
+    """The addresses that a setting `engine` names, without a slash at their end."""
+    if engine in OWN_ENGINES:
+        return ()
+    return tuple(url.strip().rstrip("/") for url in engine.split(","))
 
 
 @frozen(kw_only=True)
@@ -50,6 +80,14 @@ class NodeConfig:
     routed_experts: bool = False
     # whether GPU memory is lent to a trainer, and what becomes of the weights in it
     memory_saver: Literal["off", "discard", "backup"] = "off"
+    # largest rank of an adapter that is taken; 0: none. Each slot has GPU memory for it, from the start
+    lora_rank: int = 0
+    lora_modules: tuple[str, ...] = LORA_MODULES  # what adapters may change; fewer take less of that memory
+    # adapters sampled by at once; calls of further ones wait. Their current version and the one before, of
+    # as many runs as share an engine
+    lora_slots: int = 8
+    # adapters served from the start, a folder of PEFT's by name; what trainers send later replaces them
+    adapters: Mapping[str, str] = field(factory=dict)
     # begin with the weights that were served last, where a disk still has them; false: with those of the
     # model
     resume_weights: bool = True
@@ -57,10 +95,15 @@ class NodeConfig:
     carried_mb: int = 256
     host: str = "127.0.0.1"
     port: int = 8080
-    # captures open at once: each a harness somewhere on this machine, about 3 connections of the 256 their
-    # socket takes
+    # captures open at once: each a harness somewhere, about 3 connections of the 512 their socket takes
     capture_limit: int = 64
-    capture_port: int = 0  # on 127.0.0.1, where their harnesses find the model; 0: any that is free
+    capture_listen: str = "127.0.0.1"  # the address where their harnesses find the model; others need TLS
+    capture_port: int = 0  # at that address; 0: any that is free
+    # PEM files of its certificate with the chain, and of the key; read again when they change
+    capture_tls_cert: str | None = None
+    capture_tls_key: str | None = None
+    # the address that harnesses are told, where it is another one: a name, an ingress, a translated port
+    capture_url: str | None = None
     # names in `Host` that are served besides loopback's and `host`; with a token every name is
     allowed_hosts: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
@@ -94,6 +137,8 @@ class NodeConfig:
     callback_networks: tuple[str, ...] = CALLBACK_NETWORKS
     # models that judge, by the name evaluators call them
     judges: Mapping[str, JudgeConfig] = field(factory=dict)
+    # models that score what the policy sampled, by the name that tasks and POST /v1/score call them
+    teachers: Mapping[str, TeacherConfig] = field(factory=dict)
     # MiB of the machine's memory left free: less, and no session is begun until there is more
     memory_reserve_mb: int = 1024
     # MiB of the journal: above, the oldest events that all consumers acknowledged go; a day of a busy node
@@ -117,11 +162,15 @@ class NodeConfig:
     base_image: str | None = None
 
     @property
+    def captures_public(self) -> bool:
+        """Whether programs of other machines reach the captures' endpoint."""
+        url = address(self.capture_url or "")
+        return not (is_loopback(self.capture_listen) and is_loopback(url.hostname or "localhost"))
+
+    @property
     def engine_urls(self) -> tuple[str, ...]:
         """The servers of an external engine, without a slash at their end; none for the node's own."""
-        if self.engine in OWN_ENGINES:
-            return ()
-        return tuple(url.strip().rstrip("/") for url in self.engine.split(","))
+        return engine_urls(self.engine)
 
 
 def read_config(
@@ -223,13 +272,55 @@ def _check(config: NodeConfig) -> None:
     _check_egress(config)
     for name, judge in config.judges.items():
         _check_judge(name, judge)
-    for name in ("pending_limit", "init_limit", "run_limit", "post_limit", "carried_mb"):
+    for name, teacher in config.teachers.items():
+        _check_teacher(name, teacher, config)
+    if config.lora_rank < 0:
+        raise ConfigError("lora_rank must be 0 or more: 0 takes no adapters")
+    if config.adapters and not config.lora_rank:
+        raise ConfigError(
+            f"adapters: {', '.join(config.adapters)} cannot be served with lora_rank 0: set it to their"
+            " largest rank, such as lora_rank = 32"
+        )
+    for name in ("pending_limit", "init_limit", "run_limit", "post_limit", "carried_mb", "lora_slots"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1")
     if config.capture_limit < 0:
         raise ConfigError("capture_limit must be 0 or more: 0 takes no captures")
+    _check_captures(config)
     _check_retention(config)
     _check_access(config)
+
+
+def _check_captures(config: NodeConfig) -> None:
+    listen, public, secure = config.capture_listen, config.capture_url, config.capture_tls_cert is not None
+    try:
+        every = not is_loopback(listen) and ipaddress.ip_address(listen).is_unspecified
+    except ValueError as error:
+        raise ConfigError(
+            f"capture_listen: {listen!r} is no address: write one such as 10.0.0.7 or 0.0.0.0, and"
+            " its name in capture_url"
+        ) from error
+    if secure != (config.capture_tls_key is not None):
+        raise ConfigError("capture_tls_cert and capture_tls_key belong together: give both, or neither")
+    if not is_loopback(listen) and not secure:
+        raise ConfigError(
+            f"capture_listen {listen} can be reached from outside, where keys would be read on their way: set"
+            " capture_tls_cert and capture_tls_key, or listen on 127.0.0.1 behind a proxy that ends TLS"
+        )
+    if every and public is None:
+        raise ConfigError(
+            f"capture_listen {listen} is no address that a harness can call: set capture_url, such as"
+            " https://node.example:8443"
+        )
+    if public is None:
+        return
+    url = address(public)
+    if fault := url_fault(public):
+        raise ConfigError(f"capture_url: {public!r} {fault}")
+    if url.query or url.fragment:
+        raise ConfigError(f"capture_url: {public!r} must end with its path: keys are added by the node")
+    if url.scheme != "https" and (secure or not is_loopback(url.hostname or "")):
+        raise ConfigError(f"capture_url: {public!r} must begin with https://, for keys are sent there")
 
 
 def _check_retention(config: NodeConfig) -> None:
@@ -254,16 +345,7 @@ def _check_simulated(simulation: Simulation) -> None:
 
 def _check_external(config: NodeConfig) -> None:
     urls = config.engine_urls
-    for url in urls:
-        if fault := url_fault(url):
-            raise ConfigError(
-                f"engine: {url!r} {fault}; give sglang, simulated, or the addresses of SGLang servers such as"
-                " http://10.0.0.5:30000, with commas between them"
-            )
-        if address(url).query:
-            raise ConfigError(f"engine: {url!r} must hold no key: set POLARNODE_ENGINE_KEY")
-    if len(set(urls)) != len(urls):
-        raise ConfigError(f"engine: {config.engine} names a server twice")
+    _check_urls("engine", urls, "POLARNODE_ENGINE_KEY")
     if urls and (config.cpu or config.gpus or config.tp != 1):
         raise ConfigError("--engine URL takes no --cpu, --gpus or --tp: its servers have the model")
     if urls and config.memory_saver != "off":
@@ -272,11 +354,56 @@ def _check_external(config: NodeConfig) -> None:
         )
 
 
+def _check_urls(where: str, urls: tuple[str, ...], key: str) -> None:
+    for url in urls:
+        if fault := url_fault(url):
+            raise ConfigError(
+                f"{where}: {url!r} {fault}; give sglang, simulated, or the addresses of SGLang servers such"
+                " as http://10.0.0.5:30000, with commas between them"
+            )
+        if address(url).query:
+            raise ConfigError(f"{where}: {url!r} must hold no key: set {key}")
+    if len(set(urls)) != len(urls):
+        raise ConfigError(f"{where}: {','.join(urls)} names a server twice")
+
+
+def _check_teacher(name: str, teacher: TeacherConfig, config: NodeConfig) -> None:
+    where, urls, own = f"teachers.{name}", teacher.engine_urls, teacher.engine == "sglang"
+    _check_urls(f"{where}.engine", urls, f"{where}.key_env")
+    others: list[NodeConfig | TeacherConfig] = [config, *config.teachers.values()]
+    sharing = [each for each in others if set(each.gpus) & set(teacher.gpus)]
+    rules = (
+        (NAME.fullmatch(name), where, "needs a name of letters, digits, '.', '_' or '-': tasks write it"),
+        (name != "policy", where, "needs another name: policy is the engine that samples"),
+        (teacher.model or urls, f"{where}.model", "is missing: name the folder of its checkpoint"),
+        (not own or teacher.cpu != bool(teacher.gpus), where, "needs cpu = true or gpus, one of them"),
+        (own or not (teacher.cpu or teacher.gpus), where, "takes no cpu and gpus: leave them out"),
+        (
+            teacher.tp >= 1 and len(teacher.gpus) % teacher.tp == 0,
+            f"{where}.tp",
+            f"must divide the {len(teacher.gpus)} GPUs given",
+        ),
+        (
+            len(sharing) < 2 or all(each.mem_fraction is not None for each in sharing),
+            f"{where}.gpus",
+            "names a GPU that has another model: give both a mem_fraction, or this one another GPU",
+        ),
+        (
+            teacher.key_env is None or re.fullmatch(r"[A-Za-z_]\w*", teacher.key_env),
+            f"{where}.key_env",
+            "must be a variable's name, never a key itself",
+        ),
+    )
+    for holds, setting, sentence in rules:
+        if not holds:
+            raise ConfigError(f"{setting} {sentence}")
+
+
 def _check_judge(name: str, judge: JudgeConfig) -> None:
     where, url = f"judges.{name}", address(judge.base_url)
     rules = (
         (
-            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name),
+            NAME.fullmatch(name),
             where,
             "needs a name of letters, digits, '.', '_' or '-': tasks write it",
         ),

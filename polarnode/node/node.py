@@ -1,11 +1,12 @@
 """The running node: what the control plane asks of it, and the model endpoint of its captures.
 
 Invariants: captures' keys are in a table of their own, apart from those of containers' sessions, and their
-socket is on a loopback address whatever the node's own is.
+socket is another than the node's own: on loopback unless the operator names an address and a certificate.
 """
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from socket import socket
 
 import trio
 from attrs import define, evolve, field
@@ -19,17 +20,25 @@ from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, Conflict
 from polarnode.core.task import TaskSpec
+from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.weights import Weights
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
-from polarnode.http.server import Address, listening_socket, open_server
+from polarnode.http.server import (
+    CAPTURE_CONNECTIONS,
+    Address,
+    Certificate,
+    listening_socket,
+    open_server,
+)
 from polarnode.journal.journal import Journal
 from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import check_task
 from polarnode.rollouts.captures import Captures
+from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges
 from polarnode.rollouts.scheduler import LiveSessionStatus, Scheduler
 from polarnode.support.metrics import LoopLag
@@ -56,7 +65,9 @@ class Node:
     captures: Captures
     callbacks: Callbacks
     weights: Weights
+    adapters: AdapterStore
     engine_control: EngineControl
+    evaluations: Evaluations
     # two submissions of one key at once must be one task
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)
 
@@ -157,9 +168,12 @@ class Node:
                 "open": [plain(status) for status in self.captures.list()],
             },
             "engine": plain(self.engines.statistics()),
+            "teachers": self.scheduler.services.scoring.status(),
             "weights": plain(self.weights.status()),
+            "adapters": plain(self.adapters.status()),
             "callbacks": plain(self.callbacks.statistics()),
             "runtimes": plain(self.runtimes.statistics()),
+            "evaluations": {**self.evaluations.statistics()},
             "judges": plain(self.judges.statistics()),
             "loop": plain(self.lag.statistics()),
         }
@@ -179,6 +193,7 @@ class Node:
             journal_backlog=journal.backlog_bytes,
             lag=self.lag.statistics(),
             weights=self.weights.status(),
+            adapters=self.adapters.status(),
         )
 
     def ready(self) -> bool:
@@ -190,7 +205,23 @@ class Node:
 
 # ── captures ────────────────────────────────────────────────────────────
 
-LOOPBACK = "127.0.0.1"
+
+def captures_certificate(config: NodeConfig) -> Certificate | None:
+    """The certificate of the captures' endpoint. ConfigError for files that do not serve."""
+    chain, key = config.capture_tls_cert, config.capture_tls_key
+    return None if chain is None or key is None else Certificate(chain, key)
+
+
+def captures_listener(config: NodeConfig) -> socket:
+    """The socket of the captures' endpoint. ConfigError where it cannot be."""
+    try:
+        return listening_socket(Address(host=config.capture_listen, port=config.capture_port))
+    except ConfigError as error:
+        why = getattr(error.__cause__, "strerror", error)
+        raise ConfigError(
+            f"capture_port {config.capture_port} is not available at capture_listen {config.capture_listen}"
+            f" ({why}): choose another, or 0 for any that is free, and an address of this machine"
+        ) from error
 
 
 @asynccontextmanager
@@ -200,22 +231,29 @@ async def open_captures(
     """The captures of a node. Those that are open when this is left are so by force: the node's next start
     finds them.
     """
-    try:
-        listener = listening_socket(Address(host=LOOPBACK, port=config.capture_port))
-    except ConfigError as error:
-        raise ConfigError(
-            f"capture_port {config.capture_port} is not available: choose another, or 0 for any that is free"
-        ) from error
+    certificate = captures_certificate(config)
+    listener = captures_listener(config)
     sessions_by_key = LiveSessions()
-    endpoint = CaptureEndpoint(ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings))
-    async with open_server(endpoint, listener) as address, trio.open_nursery() as nursery:
+    endpoint = CaptureEndpoint(
+        ModelPlane(sessions=sessions_by_key, model=model, recordings=recordings),
+        public=config.captures_public,
+    )
+    async with (
+        open_server(endpoint, listener, connections=CAPTURE_CONNECTIONS, certificate=certificate) as address,
+        trio.open_nursery() as nursery,
+    ):
+        if certificate is not None:
+            nursery.start_soon(certificate.watch)
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        here = f"{'http' if certificate is None else 'https'}://{host}:{address.port}"
         yield Captures(
             nursery=nursery,
             services=scheduler.services,
             registry=scheduler.registry,
             sessions_by_key=sessions_by_key,
             journal=journal,
-            base_url=f"http://{address.host}:{address.port}",
+            base_url=(config.capture_url or here).rstrip("/"),
+            port=address.port,
             limit=config.capture_limit,
         )
         nursery.cancel_scope.cancel()

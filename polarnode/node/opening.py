@@ -10,31 +10,31 @@ import gc
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from socket import socket
-from urllib.parse import urlsplit
 
 import trio
 from attrs import evolve
 
 from polarnode.api.app import Extension, create_app
 from polarnode.api.callbacks import CallbackFormat, Receivers, callback_networks, open_callbacks
-from polarnode.api.routes import CaptureRoutes, WeightsRoutes
+from polarnode.api.routes import AdapterRoutes, CaptureRoutes, EvaluationRoutes, ScoreRoutes, WeightsRoutes
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
 from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.containers.runtimes import Runtimes, open_runtimes
-from polarnode.core.errors import ConfigError, ModelError, boundary
-from polarnode.core.ports import Tokenizer
+from polarnode.core.errors import ConfigError, EngineError, ModelError, boundary
+from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
-from polarnode.engine.protocol import Marks
+from polarnode.engine.protocol import Marks, Simulation
+from polarnode.engine.scoring import POLICY, Scoring
 from polarnode.engine.settings import (
     EngineSettings,
     External,
@@ -43,7 +43,7 @@ from polarnode.engine.settings import (
     experts_of,
     unrouted,
 )
-from polarnode.engine.weights import last_weights, open_weights
+from polarnode.engine.weights import Weights, last_weights, open_weights
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
@@ -53,8 +53,9 @@ from polarnode.integrations.polar import callback_formats, polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
-from polarnode.node.config import TINY_MODEL, NodeConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 from polarnode.node.node import Node, open_captures
+from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
@@ -66,6 +67,7 @@ from polarnode.support.concurrency import PrioritySemaphore, open_background
 from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
 from polarnode.tokens.families import Family
 from polarnode.tokens.template import LoadedModel, load_model
+from polarnode.tokens.tokenizer import vocabulary_difference, vocabulary_sample
 
 # ── settings ────────────────────────────────────────────────────────────
 
@@ -111,6 +113,9 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> Engi
         state_dir=state,
         routed_experts=config.routed_experts,
         memory_saver=config.memory_saver,
+        lora_rank=config.lora_rank,
+        lora_modules=config.lora_modules,
+        lora_slots=config.lora_slots,
         simulated=_simulated(config, model) if config.engine == "simulated" else None,
     )
     if not config.engine_urls:
@@ -118,11 +123,6 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> Engi
     return evolve(settings, external=_external(config, settings, model))
 
 
-# ids that a server's vocabulary is compared by: another tokenizer agrees on few of them
-WORDS = 64
-STRIDE = 97  # ids between them, so that they are spread over merges of all ranks
-# those that a server is asked about first, closer together
-LOW, LOW_STRIDE = 1000, 23
 ASSUMED_CONTEXT = 32_768  # tokens, where neither a setting, the checkpoint nor a server says how many
 
 
@@ -137,18 +137,6 @@ def _external(config: NodeConfig, settings: EngineSettings, model: LoadedModel) 
         words=vocabulary_sample(model.tokenizer),
         experts=experts_of(settings) if config.routed_experts else None,
     )
-
-
-def vocabulary_sample(tokenizer: Tokenizer) -> tuple[tuple[int, str], ...]:
-    """Words of a tokenizer, spread over its ids. ASCII alone: a lone id of other text may be half of one."""
-    found = []
-    low = min(LOW, tokenizer.vocab_size)
-    for token in (*range(0, low, LOW_STRIDE), *range(low, tokenizer.vocab_size, STRIDE)):
-        text = tokenizer.token_bytes(token)
-        if len(text) > 2 and text.isascii() and text.strip().isalnum():
-            found.append((token, text.decode()))
-    step = max(1, len(found) // WORDS)
-    return tuple(word for place, word in enumerate(found) if word[0] < LOW or place % step == 0)
 
 
 def retention_of(config: NodeConfig) -> Retention:
@@ -208,6 +196,75 @@ def runtimes_settings(config: NodeConfig) -> RuntimesSettings:
     )
 
 
+# ── teachers ────────────────────────────────────────────────────────────
+
+
+def teacher_settings(
+    name: str, teacher: TeacherConfig, state: Path, model: LoadedModel, policy: Path
+) -> EngineSettings:
+    """The engine of a teacher. ConfigError where its checkpoint has another vocabulary than the policy's."""
+    if teacher.model is not None:
+        theirs = load_model(Path(teacher.model)).tokenizer
+        if difference := vocabulary_difference(theirs, model.tokenizer):
+            raise ConfigError(
+                f"teachers.{name}.model has another vocabulary than --model: {difference}; a teacher reads"
+                " the policy's ids, so name a model of its family"
+            )
+    folder = Path(teacher.model or policy)
+    simulated = external = None
+    if teacher.engine == "simulated":
+        simulated = Simulated(
+            simulation=Simulation(),
+            vocab_size=model.tokenizer.vocab_size,
+            marks=simulated_marks(model.family),
+        )
+    if teacher.engine_urls:
+        external = External(
+            urls=teacher.engine_urls,
+            vocab_size=model.tokenizer.vocab_size,
+            context_length=teacher.context_length or context_of(folder) or ASSUMED_CONTEXT,
+            words=vocabulary_sample(model.tokenizer),
+        )
+    return EngineSettings(
+        model_path=folder,
+        device="cpu" if teacher.cpu else "cuda",
+        gpus=teacher.gpus,
+        tp=teacher.tp,
+        context_length=teacher.context_length,
+        mem_fraction=teacher.mem_fraction,
+        state_dir=state / f"teacher-{name}",
+        weight_version=name,
+        simulated=simulated,
+        external=external,
+        key_env=teacher.key_env,
+    )
+
+
+@asynccontextmanager
+async def _open_scoring(
+    config: NodeConfig,
+    state: Path,
+    model: LoadedModel,
+    policy: Engines,
+    own_ports: list[Collection[int]],
+    report: Callable[[str], None],
+) -> AsyncIterator[Scoring]:
+    """The engines that score, teachers beside the policy: each with hosts of its own, which restart alone."""
+    found: dict[str, Engines] = {POLICY: policy}
+    own_ports.append(policy.ports)
+    async with AsyncExitStack() as stack:
+        for name, teacher in config.teachers.items():
+            make = partial(teacher_settings, name, teacher, state, model, Path(config.model))
+            try:
+                settings = await trio.to_thread.run_sync(make)
+                private_folder(settings.state_dir)
+                found[name] = await stack.enter_async_context(_open_engines(settings, None, report))
+            except (EngineError, ModelError) as error:
+                raise ConfigError(f"teachers.{name}: {error}") from error
+            own_ports.append(found[name].ports)
+        yield Scoring(found)
+
+
 # ── weights ────────────────────────────────────────────────────────────
 
 
@@ -230,6 +287,20 @@ async def weights_to_begin_with(
     return loaded, warning
 
 
+async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str], None]) -> AdapterStore:
+    """The adapters of this node's folder and journal, served again, and those of its settings."""
+    store = AdapterStore(
+        weights=weights,
+        folder=Path(config.state_dir) / "adapters",
+        reserve=config.disk_reserve_mb << 20,
+        rank=config.lora_rank,
+        slots=config.lora_slots,
+    )
+    await store.restore(report)
+    await store.serve_from_start(config.adapters, report)
+    return store
+
+
 # ── opening ────────────────────────────────────────────────────────────
 
 # new objects before a look at the young, and looks before one at the older: a request makes some 10 000
@@ -243,10 +314,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
     still live at the end are cancelled.
     """
     lift_descriptor_limit()
-    state = Path(config.state_dir)
-    with boundary(ConfigError, f"state_dir {state} cannot be written"):
-        private_folder(state)
-        private_folder(_sessions_dir(config))
+    state = _private_state(config)
     formats = callback_formats(node=config.node_id)
     async with (
         open_judges(config.judges, os.environ) as judges,
@@ -254,26 +322,28 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
         open_callbacks(journal, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
         config, model = await _with_model(config, report)
-        report("starting the engine")
         loaded, warning = await weights_to_begin_with(config, journal, report)
         async with (
             _open_engines(engine_settings(config, state, model), loaded, report) as engines,
+            _open_scoring(config, state, model, engines, callbacks.own_ports, report) as scoring,
             open_weights(engines, journal, model=weights_model(config), warning=warning) as weights,
             open_runtimes(runtimes_settings(config)) as runtimes,
         ):
-            callbacks.own_ports.append(engines.ports)
+            control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
+            adapters = await _restored(config, weights, report)
             images = Images(settings=runtimes.settings, log=state / "images.log", report=report)
             # of both planes: their renderings share two threads
             served, recordings = _served(engines, model), _recordings(config)
             plane = ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
             async with _open_sessions(
-                config, journal, engines, runtimes, images, judges, model, plane
+                config, journal, engines, runtimes, images, judges, model, plane, scoring
             ) as scheduler:
                 await recover(journal, scheduler, report)
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
                         open_loop_lag() as lag,
+                        _open_evaluations(config, journal, scheduler) as evaluations,
                         open_captures(config, journal, scheduler, served, recordings) as captures,
                     ):
                         node = Node(
@@ -289,14 +359,22 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                             captures=captures,
                             callbacks=callbacks,
                             weights=weights,
-                            engine_control=EngineControl(
-                                weights=weights, keeps=config.memory_saver == "backup"
-                            ),
+                            adapters=adapters,
+                            evaluations=evaluations,
+                            engine_control=control,
                         )
                         yield node
                         # not in a finally: who leaves by force gets `interrupted` trajectories at the next
                         # start
                         await node.stop(cancel=True)
+
+
+def _private_state(config: NodeConfig) -> Path:
+    state = Path(config.state_dir)
+    with boundary(ConfigError, f"state_dir {state} cannot be written"):
+        private_folder(state)
+        private_folder(_sessions_dir(config))
+    return state
 
 
 async def _with_model(config: NodeConfig, report: Report) -> tuple[NodeConfig, LoadedModel]:
@@ -310,6 +388,7 @@ async def _open_engines(
     settings: EngineSettings, loaded: Loaded | None, report: Report
 ) -> AsyncIterator[Engines]:
     """The engines, and a report of each external server that is waited for."""
+    report("starting the engine")
     async with open_engines(settings, loaded=loaded) as engines:
         for host in engines.statistics().hosts:
             if host.url is not None and host.state != "ready":
@@ -380,6 +459,7 @@ async def _open_sessions(
     judges: Judges,
     model: LoadedModel,
     plane: ModelPlane,
+    scoring: Scoring,
 ) -> AsyncIterator[Scheduler]:
     def serve_endpoint(session_id: str, listener: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), listener)
@@ -402,6 +482,8 @@ async def _open_sessions(
         volumes=config.volumes,
         egress=NodeEgress(names=config.egress, networks=config.egress_networks),
         versions=lambda: engines.versions,
+        scoring=scoring,
+        adapters=engines.adapters,
     )
     async with (
         open_background(_machine_watch(config, services.stages, engines, runtimes).run),
@@ -414,6 +496,15 @@ async def _open_sessions(
             sessions_by_key=plane.sessions,
             warm=config.warm,
         )
+
+
+@asynccontextmanager
+async def _open_evaluations(
+    config: NodeConfig, journal: Journal, scheduler: Scheduler
+) -> AsyncIterator[Evaluations]:
+    evaluations = Evaluations(services=scheduler.services, journal=journal, workers=config.post_limit)
+    async with open_background(evaluations.run):
+        yield evaluations
 
 
 def _sessions_dir(config: NodeConfig) -> Path:
@@ -461,7 +552,10 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
     """The trainer's socket of a node, for as long as the block; gives its address."""
     rows = (
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
+        *AdapterRoutes(store=node.adapters).rows(),
         *CaptureRoutes(captures=node.captures).rows(),
+        *EvaluationRoutes(evaluations=node.evaluations).rows(),
+        *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
     )
     config = node.config
     guard = BrowserGuard(
@@ -479,13 +573,14 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
                 node,
                 weights=node.weights,
                 control=node.engine_control,
+                adapters=node.adapters,
                 memory_saver=config.memory_saver != "off",
             ),
         ),
     )
     listener = Address(host=config.host, port=config.port)
     async with open_server(app, listener, connections=CONTROL_CONNECTIONS) as address:
-        node.callbacks.own_ports.append({address.port, urlsplit(node.captures.base_url).port or 0})
+        node.callbacks.own_ports.append({address.port, node.captures.port})
         yield address
 
 

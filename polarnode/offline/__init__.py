@@ -26,7 +26,7 @@ from polarnode.offline.generation import (
     read_manifest,
     slots_of,
 )
-from polarnode.offline.sft import SftLine, sft_lines
+from polarnode.offline.rows import SftLine, sft_lines
 
 __all__ = [
     "COLUMNS",

@@ -195,7 +195,6 @@ class StreamWriter(Protocol):
         break it. Such a stream is ended properly only after `LastWords`, which no client reads as the end of
         an answer.
         """
-        ...
 
 
 class Dialect(Protocol):
@@ -208,19 +207,16 @@ class Dialect(Protocol):
         """Read `body` as a request. Raises Refused with the field's path. A body that is only counted may
         lack what sampling needs.
         """
-        ...
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         """The JSON body of a response that is not streamed (status 200), with as many answers as the request
         asked for.
         """
-        ...
 
     def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
         """Keep what a later request of this API may refer to by name. Called once, when an answer is
         complete; most APIs keep nothing.
         """
-        ...
 
     def stream(self, call: ModelCallInfo) -> StreamWriter: ...
 
@@ -228,15 +224,12 @@ class Dialect(Protocol):
 
     def count(self, tokens: int) -> bytes | None:
         """The response to a count_tokens request; None where the API has no such call."""
-        ...
 
     def models(self, served: ServedModel) -> bytes:
         """The list of the one model."""
-        ...
 
     def model(self, served: ServedModel, *, name: str) -> bytes:
         """One model, under the requested name: every name is served by the same model."""
-        ...
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""Captures: sessions without a container, whose harness the caller runs on this machine.
+"""Captures: sessions without a container, whose harness the caller runs, on this machine or another.
 
 A capture is a sample of a task like any other, so all readers of tasks, groups and sessions see it too.
 Invariants: a capture is ended by its own Trio task and never by the request that ends it, because that
@@ -56,6 +56,7 @@ def task_of(spec: CaptureSpec) -> TaskSpec:
         sampling=spec.sampling,
         thinking=spec.thinking,
         carry=spec.carry,
+        adapter=spec.adapter,
         metadata=spec.metadata,
     )
 
@@ -238,8 +239,9 @@ WRITTEN_S: Final = 30.0
 
 @define(eq=False, kw_only=True)
 class Captures:
-    """The captures of a node. `base_url` is where their model endpoint listens, without a version path;
-    `limit` is how many may be open at once. `nursery` holds a task for each open one.
+    """The captures of a node. `base_url` is where harnesses find their model endpoint, without a version;
+    `port` is where it listens on this machine; `limit` is how many may be open at once. `nursery` holds a
+    task for each open one.
     """
 
     nursery: trio.Nursery
@@ -248,6 +250,7 @@ class Captures:
     sessions_by_key: LiveSessions
     journal: Journal
     base_url: str
+    port: int
     limit: int
     # two concurrent requests for one sample must get one capture
     _beginning: trio.Lock = field(factory=trio.Lock, init=False)
@@ -276,6 +279,8 @@ class Captures:
                 f"carry.routed_experts is not available here: {self.services.unrouted}",
                 path="$.carry.routed_experts",
             )
+        self.services.check_adapter(spec.adapter)
+        self.services.check_teacher(spec.carry)
         build(spec.builder, (), allowed_imports=self.services.allowed_imports)
 
     async def _sample(self, spec: CaptureSpec) -> Identity:
@@ -393,7 +398,7 @@ class Captures:
                 )
                 outcome = Outcome(status="cancelled", reason="cancelled before it began")
                 found = assemble(identity, record.spec, (), Result(outcome=outcome))
-                trajectory = stamped(found, self.services.versions())
+                trajectory = stamped(found, self.services.versions_of(record.spec.adapter))
                 self.registry.end(SessionEnd(identity=identity, trajectory=trajectory, cancelled="cancelled"))
         return True
 

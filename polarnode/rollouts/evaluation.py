@@ -8,25 +8,31 @@ forced to stop does not wait for it.
 """
 
 import logging
+from array import array
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from os import SEEK_END
 from pathlib import Path
+from uuid import uuid4
 
 import trio
 from attrs import evolve, frozen
 
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.core.errors import EvaluatorError, PolarnodeError, RuntimeFault
-from polarnode.core.ports import Runtime, TimedEnd, TimedProgram, Work
-from polarnode.core.trajectory import Clock, Outcome, Turn, Verdict
-from polarnode.evaluators.contract import Finished
+from polarnode.core.codec.json import plain
+from polarnode.core.conversation import Json
+from polarnode.core.errors import EngineError, EvaluatorError, PolarnodeError, Refused, RuntimeFault
+from polarnode.core.ports import RowScores, Runtime, ScoreOrder, TimedEnd, TimedProgram, Work
+from polarnode.core.trajectory import Clock, Outcome, Trajectory, Turn, Verdict
+from polarnode.engine.scoring import Scoring, score_all
+from polarnode.evaluators.contract import Finished, Kept
 from polarnode.harnesses.harness import exit_outcome
+from polarnode.merge.token_extras import row_to_score, unscored, with_teacher
 from polarnode.merge.trajectory import Result
 from polarnode.rollouts import session_containers
 from polarnode.rollouts.services import SessionOrder
-from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime
+from polarnode.rollouts.session_containers import Containers, Gone, PrefetchedRuntime
 
 # ── the outcome of a run ──────────────────────────────────────────────────────
 
@@ -175,56 +181,59 @@ logger = logging.getLogger(__name__)
 
 async def evaluated(
     containers: Containers,
-    runtime: PodmanRuntime,
+    runtime: PodmanRuntime | Gone,
     outcome: Outcome,
     turns: tuple[Turn, ...],
     prefetched: PrefetchedRuntime | None = None,
+    kept: Kept | None = None,
 ) -> Result:
     """The session's result with its verdict, or with the evaluator's failure. `prefetched` makes the
-    evaluator's own runtime, if it needs one.
+    evaluator's own runtime, if it needs one; `kept` is what `runtime` has of a session evaluated again.
     """
     post_s = containers.order.spec.budgets.post_s
     judged: Verdict | PolarnodeError | None = None
     try:
         with trio.CancelScope(deadline=trio.current_time() + post_s):
-            judged = await _judged(containers, runtime, outcome, turns, prefetched)
+            judged = await _judged(containers, runtime, outcome, turns, prefetched, kept)
     except PolarnodeError as error:
         judged = error
     if judged is None:
-        return _failed(
-            evolve(outcome, clock="post"), "evaluator", f"the evaluator ran {post_s:g} s and was ended"
-        )
+        return _failed(outcome, "evaluator", f"the evaluator ran {post_s:g} s and was ended", clock="post")
     if isinstance(judged, PolarnodeError):
         return _failed(outcome, judged.boundary, str(judged))
     return Result(outcome=outcome, verdict=judged)
 
 
-def _failed(outcome: Outcome, boundary: str, reason: str) -> Result:
-    """The outcome of a failed evaluation. It keeps the run's exit code, clock and log."""
-    return Result(outcome=evolve(outcome, status="error", boundary=boundary, reason=reason))
+def _failed(outcome: Outcome, boundary: str, reason: str, clock: Clock | None = None) -> Result:
+    """The outcome of a failed evaluation. It keeps the run's exit code, clock and log; the run's own outcome
+    is in the metrics, for a later evaluation.
+    """
+    ran: dict[str, Json] = plain(evolve(outcome, log_tail=None))
+    failed = evolve(outcome, status="error", boundary=boundary, reason=reason, clock=clock or outcome.clock)
+    return Result(outcome=failed, metrics={"run_outcome": ran})
 
 
 async def _judged(
     containers: Containers,
-    runtime: PodmanRuntime,
+    runtime: PodmanRuntime | Gone,
     outcome: Outcome,
     turns: tuple[Turn, ...],
     prefetched: PrefetchedRuntime | None,
+    kept: Kept | None,
 ) -> Verdict | PolarnodeError:
     order, spec = containers.order, containers.order.spec
     await runtime.end_processes()
-    await containers.keep_artifacts(runtime)
+    await containers.keep(runtime)
     await runtime.unseal()
     async with AsyncExitStack() as stack:
         judged = await _fresh(containers, runtime, prefetched, stack) if order.fresh else runtime
-        reach = await stack.enter_async_context(
-            containers.reaching(*((judged,) if judged is runtime else (judged, runtime)))
-        )
+        reach = await stack.enter_async_context(containers.reaching(judged, runtime))
         prepare = partial(session_containers.prepare_evaluation, judged, reach.extend_env(spec.runtime))
         work = reach.through(runtime)
         finished = session_containers.finished(
             reach.through(judged), work, NodeClock(), containers.services.judge, outcome, turns, spec
         )
+        finished = evolve(finished, kept=kept)
         # its tests are added after the agent's work, which the evaluator copies in itself
         if order.fresh and not order.evaluator.copies:
             return await _evaluate(containers, evolve(finished, prepare=prepare), judged)
@@ -233,7 +242,7 @@ async def _judged(
 
 
 async def _evaluate(
-    containers: Containers, finished: Finished, runtime: PodmanRuntime
+    containers: Containers, finished: Finished, runtime: PodmanRuntime | Gone
 ) -> Verdict | PolarnodeError:
     """The evaluator's verdict, or its error as a value: nurseries would wrap a raised error in exception
     groups.
@@ -257,7 +266,7 @@ async def _evaluate(
 
 async def _fresh(
     containers: Containers,
-    runtime: PodmanRuntime,
+    runtime: PodmanRuntime | Gone,
     prefetched: PrefetchedRuntime | None,
     stack: AsyncExitStack,
 ) -> PodmanRuntime:
@@ -266,13 +275,14 @@ async def _fresh(
     """
     clean = await prefetched.take() if prefetched is not None else None
     if clean is None:
-        clean = await _opened(containers, stack)
+        clean = await opened_twice(containers, stack)
     if containers.order.evaluator.copies:
         await runtime.copy_workdir(clean)
     return clean
 
 
-async def _opened(containers: Containers, stack: AsyncExitStack) -> PodmanRuntime:
+async def opened_twice(containers: Containers, stack: AsyncExitStack) -> PodmanRuntime:
+    """A clean runtime, prepared like the harness's own; the second one where the first did not start."""
     try:
         return await stack.enter_async_context(containers.open())
     except RuntimeFault as fault:  # a whole rollout depends on it: retry once, as in INIT
@@ -282,3 +292,45 @@ async def _opened(containers: Containers, stack: AsyncExitStack) -> PodmanRuntim
             fault,
         )
         return await stack.enter_async_context(containers.open())
+
+
+# ── a teacher's logprobs ──────────────────────────────────────────────────────
+
+
+async def taught(
+    trajectory: Trajectory, teacher: str, scoring: Scoring, scope: trio.CancelScope
+) -> Trajectory:
+    """The trajectory with its teacher's logprobs in each trace with trained tokens, or with the reason that
+    they are missing: nothing of a teacher fails a session. `scope` bounds the time, and its cancel ends it.
+    """
+    began, turns = trio.current_time(), {turn.index: turn for turn in trajectory.turns}
+    orders: dict[int, ScoreOrder] = {}
+    found: dict[int, RowScores | PolarnodeError] = {}
+    try:
+        scoring.insist(teacher, "$.carry.teacher")
+    except Refused as refused:  # of an earlier run of the node, with other settings
+        return unscored(trajectory, str(refused))
+    for place, trace in enumerate(trajectory.traces):
+        if 1 in trace.loss_mask:
+            try:
+                row, start = row_to_score(trace, turns)
+                orders[place] = ScoreOrder(request_id=uuid4().hex, row=row, start=start)
+            except Refused as refused:
+                found[place] = refused
+    with scope:
+        await score_all(scoring.engines[teacher], orders, found)
+    why = "its node was stopped before its teacher had scored it"
+    if trio.current_time() >= scope.deadline:
+        why = "its teacher had not scored it when budgets.post_s was over"
+    why = next((str(each) for each in found.values() if isinstance(each, EngineError)), why)
+    traces, versions = list(trajectory.traces), dict[str, None]()
+    for place in (*orders, *(place for place in found if place not in orders)):
+        scores, begin = found.get(place), 0
+        scored: array[float] | str = str(scores) if isinstance(scores, Refused) else why
+        if isinstance(scores, RowScores):
+            begin, scored = orders[place].start - traces[place].offset, scores.logprobs
+            versions[scores.version] = None
+        traces[place] = with_teacher(traces[place], begin, scored)
+    metrics: dict[str, Json] = {"name": teacher, "versions": list(versions)}
+    metrics["seconds"] = round(trio.current_time() - began, 3)
+    return evolve(trajectory, traces=tuple(traces), metrics={**trajectory.metrics, "teacher": metrics})

@@ -18,10 +18,19 @@ from polarnode.core.backoff import Backoff
 from polarnode.core.task import Budgets, GroupSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.groups.group import EARLY_STOP, Facts, facts_of, judged, member_of, stamped
+from polarnode.groups.group import (
+    EARLY_STOP,
+    Facts,
+    facts_of,
+    judged,
+    lost_to_the_machine,
+    member_of,
+    stamped,
+)
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.token_extras import SessionExtras
+from polarnode.merge.token_extras import SessionExtras, unscored
 from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
+from polarnode.rollouts.evaluation import taught
 from polarnode.rollouts.services import NodeServices
 from polarnode.support.metrics import NodeCounters
 
@@ -154,15 +163,12 @@ class SessionDriver(Protocol):
 
     async def run(self) -> Result:
         """Run to the end and close `live`. Raises only what ends the node."""
-        ...
 
     def cancel(self, cause: CancelCause) -> None:
         """End the session; it keeps its turns. The first cause counts."""
-        ...
 
     def closed(self, *, failed: bool) -> None:
         """Called last, when the registry no longer holds it. `failed`: its trajectory was not published."""
-        ...
 
 
 Driver = TypeVar("Driver", bound=SessionDriver)
@@ -172,13 +178,15 @@ Driver = TypeVar("Driver", bound=SessionDriver)
 class SessionRegistry:
     """Every live session of a node, by id, in the order they began.
 
-    Keep publishing synchronous and last, so that a finished rollout cannot be lost.
+    Keep publishing synchronous and last, so that a finished rollout cannot be lost. A teacher scores before,
+    and none of its failures keeps a session from being published.
     """
 
     services: NodeServices
     groups: GroupWatch = field(init=False)
     stopping: bool = field(default=False, init=False)
     _drivers: dict[str, SessionDriver] = field(factory=dict, init=False)
+    _scoring: set[trio.CancelScope] = field(factory=set, init=False)  # of those a teacher scores now
     # set when the last session of a stopping node is over
     _emptied: trio.Event = field(factory=trio.Event, init=False)
 
@@ -199,6 +207,7 @@ class SessionRegistry:
             record=services.journal.turn,
             carrier=SessionExtras(task.carry, limit=services.carried_limit),
             tally=services.tally,
+            adapter=task.adapter,
         )
 
     def start(
@@ -213,6 +222,8 @@ class SessionRegistry:
         in place of `end`.
         """
         session_id = driver.identity.session_id
+        if driver.task.adapter:
+            self.services.adapters.need(driver.task.adapter)
         self._drivers[session_id] = driver
         sessions_by_key.add(driver.live)
         nursery.start_soon(
@@ -224,7 +235,7 @@ class SessionRegistry:
     ) -> None:
         identity, failed = driver.identity, False
         try:
-            self._conclude(driver, await driver.run(), on_end)
+            await self._conclude(driver, await driver.run(), on_end)
         except Exception:
             # the isolation edge: not even a session that cannot be published ends the others
             logger.exception(
@@ -237,24 +248,43 @@ class SessionRegistry:
         finally:
             sessions_by_key.remove(driver.live)
             del self._drivers[identity.session_id]
+            if driver.task.adapter:
+                self.services.adapters.release(driver.task.adapter)
             driver.closed(failed=failed)
             if self.stopping and not self._drivers:
                 self._emptied.set()
 
-    def _conclude(self, driver: SessionDriver, result: Result, on_end: Callable[[SessionEnd], None]) -> None:
+    async def _conclude(
+        self, driver: SessionDriver, result: Result, on_end: Callable[[SessionEnd], None]
+    ) -> None:
         identity, turns, services = driver.identity, driver.live.lineages.turns, self.services
+        versions = services.versions_of(driver.task.adapter)  # before a teacher scores: it adds no staleness
 
         def send(trajectory: Trajectory) -> None:
-            stamp = stamped(trajectory, services.versions())
-            on_end(SessionEnd(identity=identity, trajectory=stamp, cancelled=driver.cancelled))
+            on_end(SessionEnd(identity=identity, trajectory=trajectory, cancelled=driver.cancelled))
 
         try:
             imports = services.allowed_imports
-            send(assemble(identity, driver.task, turns, result, allowed_imports=imports))
+            found = stamped(assemble(identity, driver.task, turns, result, allowed_imports=imports), versions)
+            send(await self._taught(driver.task, found))
         except Exception as error:
             # the same edge: what cannot be built or packed costs its traces, not the record
             bug = evolve(result, outcome=bug_outcome(identity, error), verdict=None, metrics={})
-            send(without_traces(identity, driver.task, turns, bug))
+            send(stamped(without_traces(identity, driver.task, turns, bug), versions))
+
+    async def _taught(self, task: TaskSpec, found: Trajectory) -> Trajectory:
+        """The trajectory with what the task's teacher says of it, within what is left of `post_s`."""
+        if not task.carry.teacher or not found.trainable_tokens:
+            return found
+        if lost_to_the_machine(found.outcome):  # nobody trains on it, and its next attempt may wait
+            return unscored(found, "its session was lost to the machine")
+        left = max(0.0, task.budgets.post_s - found.timing.post_s)
+        scope = trio.CancelScope(deadline=trio.current_time() + left)
+        self._scoring.add(scope)
+        try:
+            return await taught(found, task.carry.teacher, self.services.scoring, scope)
+        finally:
+            self._scoring.discard(scope)
 
     def end(self, end: SessionEnd) -> None:
         """Count and publish a session that is over."""
@@ -284,7 +314,11 @@ class SessionRegistry:
         return found if isinstance(found, kind) else None
 
     def cancel_all(self) -> None:
-        """End every session because the node stops; each keeps its turns."""
+        """End every session because the node stops; each keeps its turns, and is published without its
+        teacher's logprobs where those are not there yet.
+        """
+        for scope in self._scoring:
+            scope.cancel()
         for driver in self._drivers.values():
             driver.cancel("stopped")
 

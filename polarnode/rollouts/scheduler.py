@@ -24,6 +24,7 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.groups.group import EARLY_STOP, lost_to_the_machine, stamped
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import UnfinishedSession
+from polarnode.merge.token_extras import unscored
 from polarnode.merge.trajectory import Identity, Result, assemble
 from polarnode.rollouts.admission import Admitted, admitted
 from polarnode.rollouts.lifecycle import (
@@ -158,6 +159,8 @@ class Scheduler:
 
     def _admitted(self, spec: TaskSpec) -> Admitted:
         services = self.services
+        services.check_adapter(spec.adapter)
+        services.check_teacher(spec.carry)
         return admitted(
             spec,
             model=services.identity.model,
@@ -220,9 +223,9 @@ class Scheduler:
         self._demand.expect((fresh.identity.session_id,), fresh.runtime, each=fresh.containers)
         self._start(fresh)
 
-    def recovered(self, trajectory: Trajectory) -> None:
+    def recovered(self, trajectory: Trajectory, adapter: str) -> None:
         """Publish a session of an earlier run of the node. Its sample is over."""
-        self.registry.publish(stamped(trajectory, self.services.versions()))
+        self.registry.publish(stamped(trajectory, self.services.versions_of(adapter)))
 
     # ── sessions ──────────────────────────────────────────────────────────────
 
@@ -333,19 +336,23 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
         else:
             scheduler.replace(lost, order)
             return True
-    scheduler.recovered(lost)
+    scheduler.recovered(lost, "" if session.spec is None else session.spec.adapter)
     return False
 
 
 def _trajectory(session: UnfinishedSession, allowed_imports: tuple[str, ...]) -> Trajectory:
-    return assemble(
+    spec = _spec(session)
+    found = assemble(
         session.identity,
-        _spec(session),
+        spec,
         session.turns,
         Result(outcome=_outcome(session)),
         allowed_imports=allowed_imports,
         damaged=session.damaged,
     )
+    # not scored now: the node starts, and may have hundreds of them
+    why = "the node ended before its teacher had scored it; POST /v1/score takes its rows"
+    return unscored(found, why) if spec.carry.teacher else found
 
 
 def _spec(session: UnfinishedSession) -> TaskSpec:

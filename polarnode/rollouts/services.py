@@ -14,9 +14,12 @@ from attrs import evolve, field, frozen
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.recipes import on_top
 from polarnode.containers.runtimes import Runtimes
+from polarnode.core.errors import Refused
 from polarnode.core.ports import Endpoint, HarnessOrder, Judge
-from polarnode.core.task import RuntimeSpec, TaskSpec
+from polarnode.core.task import CarrySpec, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.engine.adapters import Adapters
+from polarnode.engine.scoring import Scoring
 from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.lineage import DropsThinking
@@ -131,3 +134,19 @@ class NodeServices:
     egress: NodeEgress = field(factory=NodeEgress)  # hosts tasks may reach
     # the weights that were served, oldest first, the last is served now
     versions: Callable[[], Sequence[str]] = tuple
+    adapters: Adapters = field(factory=Adapters)
+    scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
+
+    def versions_of(self, adapter: str) -> Sequence[str]:
+        """The versions that a session's tokens may have: an adapter's own, or the base's."""
+        return self.adapters.versions(adapter) if adapter else self.versions()
+
+    def check_adapter(self, name: str) -> None:
+        """Raise Refused for an adapter that no session can sample by."""
+        if name and (why := self.adapters.refusal(name)) is not None:
+            raise Refused(why, path="$.adapter")
+
+    def check_teacher(self, carry: CarrySpec) -> None:
+        """Raise Refused for a teacher that this node has not."""
+        if carry.teacher:
+            self.scoring.insist(carry.teacher, "$.carry.teacher")

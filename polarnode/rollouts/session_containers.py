@@ -11,12 +11,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import trio
 from attrs import define, evolve, field, frozen
 
-from polarnode.containers.files import artifacts_path
+from polarnode.containers.files import WORKDIR, artifacts_path, kept_whole, workspace_path
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core import codec
 from polarnode.core.codec.limits import DEPTH, nested_deeper, value_fault
@@ -288,11 +288,12 @@ class Containers:
                 raise _because(runtime, refused) from refused
 
     @asynccontextmanager
-    async def reaching(self, *runtimes: PodmanRuntime) -> AsyncIterator["Reach"]:
+    async def reaching(self, *named: "PodmanRuntime | Gone") -> AsyncIterator["Reach"]:
         """While the block runs, programs in these containers reach the hosts that the task requests and the
         node allows.
         """
-        if not self.order.runtime.egress:
+        runtimes = [each for each in dict.fromkeys(named) if not isinstance(each, Gone)]
+        if not self.order.runtime.egress or not runtimes:
             yield Reach()
             return
         async with AsyncExitStack() as stack:
@@ -309,14 +310,20 @@ class Containers:
                     self.metrics.get("egress"), [each.figures() for each in opened]
                 )
 
-    async def keep_artifacts(self, runtime: PodmanRuntime) -> None:
-        """Copy the artifacts the task names out of the container. A failed copy is reported in the metrics
-        and does not affect the verdict.
+    async def keep(self, runtime: "PodmanRuntime | Gone") -> None:
+        """Copy what the task wants kept out of the container: its artifacts, its workspace. A failed copy is
+        reported in the metrics and does not affect the verdict. Half a workspace is of no use, and removed.
         """
-        if not self.order.runtime.artifacts:
+        if isinstance(runtime, Gone):
             return
-        to = artifacts_path(self.services.log_dir, self.order.identity.session_id)
-        self.metrics["artifacts"] = await _kept(runtime, self.order.runtime.artifacts, to)
+        folder, session_id = self.services.log_dir, self.order.identity.session_id
+        if artifacts := self.order.runtime.artifacts:
+            self.metrics["artifacts"] = await _kept(runtime, artifacts, artifacts_path(folder, session_id))
+        if self.order.runtime.keep_workspace:
+            to = workspace_path(folder, session_id)
+            self.metrics["workspace"] = kept = await _kept(runtime, (WORKDIR,), to)
+            if not kept_whole(kept):
+                await trio.Path(to).unlink(missing_ok=True)
 
     def note_kills(self, runtime: PodmanRuntime) -> int:
         """Record how many of the harness's programs the kernel killed for lack of memory."""
@@ -371,9 +378,43 @@ class Reach:
         """The task's runtime with this environment; the task's own variables override it."""
         return evolve(spec, env={**self.env, **spec.env}) if self.env else spec
 
-    def through(self, runtime: PodmanRuntime) -> Runtime:
+    def through(self, runtime: "PodmanRuntime | Gone") -> Runtime:
         """The runtime as an evaluator uses it."""
         return _ReachingRuntime(runtime=runtime, added_env=self.env) if self.env else runtime
+
+
+@frozen(kw_only=True)
+class Gone:
+    """In place of the container of a session that is over and of which no workspace was kept: for evaluators
+    that read turns alone. Any use of it raises the reason.
+    """
+
+    why: str
+    workdir: str
+    id: str = "gone"
+    ended_because: str | None = None
+
+    async def run(self, argv: Sequence[str], **_: object) -> Ended:
+        return await self._missing()
+
+    async def put(self, files: Mapping[str, bytes], **_: object) -> None:
+        await self._missing()
+
+    async def read(self, path: str, **_: object) -> bytes | None:
+        return await self._missing()
+
+    async def copy_workdir(self, target: PodmanRuntime) -> None:
+        await self._missing()
+
+    async def end_processes(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def unseal(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def _missing(self) -> NoReturn:
+        await trio.lowlevel.checkpoint()
+        raise EvaluatorError(self.why)
 
 
 @frozen(kw_only=True)

@@ -419,3 +419,36 @@ def _sorted(value: Json) -> Json:
             return [_sorted(item) for item in value]
         case _:
             return value
+
+
+# ── two vocabularies ──────────────────────────────────────────────────────────
+
+# ids that a server's vocabulary is compared by: another tokenizer agrees on few of them
+WORDS = 64
+STRIDE = 97  # ids between them, so that they are spread over merges of all ranks
+# those that a server is asked about first, closer together
+LOW, LOW_STRIDE = 1000, 23
+
+
+def vocabulary_sample(tokenizer: LoadedTokenizer) -> tuple[tuple[int, str], ...]:
+    """Words of a tokenizer, spread over its ids. ASCII alone: a lone id of other text may be half of one."""
+    found = []
+    low = min(LOW, tokenizer.vocab_size)
+    for token in (*range(0, low, LOW_STRIDE), *range(low, tokenizer.vocab_size, STRIDE)):
+        text = tokenizer.token_bytes(token)
+        if len(text) > 2 and text.isascii() and text.strip().isalnum():
+            found.append((token, text.decode()))
+    step = max(1, len(found) // WORDS)
+    return tuple(word for place, word in enumerate(found) if word[0] < LOW or place % step == 0)
+
+
+def vocabulary_difference(theirs: LoadedTokenizer, ours: LoadedTokenizer) -> str | None:
+    """The first token of `ours` that is another one in `theirs`, or none; None where there is no such token.
+    Ids that only pad an embedding are no tokens.
+    """
+    for token in range(ours.vocab_size):
+        text = ours.token_bytes(token)
+        found = theirs.token_bytes(token) if token < theirs.vocab_size else b""
+        if text and text != found:
+            return f"token {token} is {found!r} there and {text!r} here"
+    return None

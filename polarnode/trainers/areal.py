@@ -10,6 +10,11 @@ session without a reward is refused.
 
 AReaL's `reward_norm` compares rows: a session of three rows counts three times in its group's mean. With an
 `estimator` the rewards here are advantages, compared by session; turn `reward_norm` off then.
+
+`teacher_logp` float32[1, T] is there if the rows carry their teacher's: the position before a token has the
+token's logprob, as AReaL's `compute_logp` gives it. Its actor (areal/trainer/ppo/actor.py, `grpo_loss_fn`)
+reads it, with two weights. Only with an `rl_loss_weight` of 0 does a teacher teach there: the term that it
+adds to a loss of rewards is own logprob less teacher's, whose gradient does not depend on the teacher.
 """
 
 from collections.abc import Iterable
@@ -30,15 +35,17 @@ from polarnode.trainers.rows import (
     Number,
     TrainedRow,
     as_arrays,
+    predicted,
     rows_of,
     sessions,
+    teachers,
     version_array,
     version_number,
 )
 
 NAMES: Final = (
     "input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "attention_mask", "rewards",
-    "original_rewards",
+    "original_rewards", "teacher_logp",
 )  # fmt: skip
 TENSORS: Final[Native] = dict.fromkeys(NAMES, "torch")
 # padding values other than 0: AReaL counts a version or a turn of 0 or more as generated, and pads with 0
@@ -50,11 +57,10 @@ def tensors(
     trajectory: Trajectory, *, number: Number = version_number, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
     """The tensors of each row: input_ids, loss_mask, versions int64[1, T], logprobs float32[1, T], turn_ids
-    int32[1, T], attention_mask bool[1, T], rewards and original_rewards float32[1].
+    int32[1, T], attention_mask bool[1, T], rewards and original_rewards float32[1]; teacher_logp float32[1,
+    T] if the rows have one.
     """
-    found: list[dict[str, Any]] = as_arrays(
-        [_tensors(row, number) for row in rows_of(trajectory)], arrays, TENSORS
-    )
+    found: list[dict[str, Any]] = as_arrays(_all_tensors([trajectory], number), arrays, TENSORS)
     return found
 
 
@@ -63,15 +69,18 @@ def rollout(
     *,
     number: Number = version_number,
     estimator: Estimator | None = None,
+    rl_loss_weight: float = 1.0,
+    distill_loss_weight: float = 0.005,
     arrays: Arrays = "list",
 ) -> dict[str, Any] | None:
     """What a rollout workflow returns: the rows of all these sessions in one dict, padded on the right. None,
     which AReaL drops, if there is no row.
 
     With an `estimator` (`polarnode.groups`), `rewards` holds each row's advantage over its group's sessions,
-    for which `group` must be a Group; `original_rewards` holds rewards in either case.
+    for which `group` must be a Group; `original_rewards` holds rewards in either case. The weights are
+    AReaL's of the loss of rewards and of the teacher's, and are there with `teacher_logp`.
     """
-    rows = [_tensors(row, number) for each in sessions(group) for row in rows_of(each)]
+    rows = _all_tensors(sessions(group), number)
     if not rows:
         return None
     if estimator is not None:
@@ -81,11 +90,20 @@ def rollout(
             row["rewards"] = numpy.array([compared.advantage], dtype=numpy.float32)
     longest = max(each["input_ids"].shape[1] for each in rows)
     found: dict[str, Any] = as_arrays(
-        {name: numpy.concatenate([_wide(each, name, longest) for each in rows]) for name in NAMES},
+        {name: numpy.concatenate([_wide(each, name, longest) for each in rows]) for name in rows[0]},
         arrays,
         TENSORS,
     )
-    return found
+    weights = {"rl_loss_weight": rl_loss_weight, "distill_loss_weight": distill_loss_weight}
+    return found | weights if "teacher_logp" in found else found
+
+
+def _all_tensors(trajectories: Iterable[Trajectory], number: Number) -> list[dict[str, Array]]:
+    trained = [row for each in trajectories for row in rows_of(each)]
+    rows = [_tensors(row, number) for row in trained]
+    for row, teacher in zip(rows, teachers(trained) or (), strict=False):
+        row["teacher_logp"] = predicted(teacher)[None]
+    return rows
 
 
 def _tensors(row: TrainedRow, number: Number) -> dict[str, Array]:

@@ -9,6 +9,12 @@ normalises `scores` over the sequences of a group and never reads `advantages`, 
 counts three times there: such sessions need `advantages` here, and a trainer that reads them. Its API
 (atroposlib/api/server.py) keeps what has an `env_id` until it has exactly the `group_size` that this
 environment registered, for ever if no sum of posts comes to it.
+
+A teacher's logprobs are `distill_token_ids` and `distill_logprobs` [sequence][position][1], as its
+`TeacherDistillationEnv` makes them with `teacher_top_k = 0` (NousResearch/atropos,
+atroposlib/envs/teacher_distillation_env.py; not in the package): the token itself, 1.0 where it is not
+trained, as for its own logprobs. It has those of a whole group or of none, and a group in which only some
+have them is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +25,7 @@ import numpy
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
-from polarnode.trainers.rows import Array, Arrays, TrainedRow, as_arrays, rows_of, sessions
+from polarnode.trainers.rows import Array, Arrays, TrainedRow, as_arrays, rows_of, sessions, teachers
 
 IGNORED: Final = -100  # the label that losses ignore
 NO_LOGPROB: Final = 1.0  # not a possible logprob
@@ -50,14 +56,21 @@ def scored_data(
         "masks": [numpy.where(row.mask == 1, row.tokens, IGNORED) for row in rows],
         "scores": [_score(row) for row in rows],
         "advantages": None if advantages is None else [_advantages(row, advantages) for row in rows],
-        "inference_logprobs": [
-            numpy.where(row.mask == 1, row.logprobs, numpy.float32(NO_LOGPROB)) for row in rows
-        ],
+        "inference_logprobs": [_where_trained(row, row.logprobs) for row in rows],
         "generation_params": None if generation_params is None else dict(generation_params),
         "env_id": env_id,
     }
+    taught = teachers(rows)
+    if taught is not None:
+        pairs = zip(rows, taught, strict=True)
+        data["distill_token_ids"] = [row.tokens[:, None] for row in rows]
+        data["distill_logprobs"] = [_where_trained(row, teacher)[:, None] for row, teacher in pairs]
     found: dict[str, Any] = as_arrays(data, arrays)
     return found
+
+
+def _where_trained(row: TrainedRow, logprobs: Array) -> Array:
+    return numpy.where(row.mask == 1, logprobs, numpy.float32(NO_LOGPROB))
 
 
 def _check_one_row_each(rows: Sequence[TrainedRow]) -> None:

@@ -20,7 +20,7 @@ from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Answer, Conversation, FinishReason, Json, Message
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Clock, Outcome, Status, Timing, Trace, Trajectory, Turn, weight_versions
-from polarnode.merge.transcript import transcript
+from polarnode.merge.figures import transcript
 from polarnode.tokens.rendering import tools_shape
 
 # ── messages ────────────────────────────────────────────────────────────

@@ -10,6 +10,10 @@ All columns have the row's length. `temperatures` are 1 and `advantages` 0 on to
 experts have a row of zeros for the last token. It cannot carry weight versions (prime-rl keeps them per
 rollout, outside the sample), rewards, top logprobs, or which session a row belongs to. A sample of a slice
 (`part`) does not show its position in the whole row.
+
+A teacher's logprobs are `ref_logprobs` of a sample, and `reference_logprobs` of a node's trained tokens; None
+where a row has none. prime-rl's `opd` and `opsd` (src/prime_rl/orchestrator/algo/) keep those that are there
+and have their own teacher score the others; their loss component is `ref_kl`.
 """
 
 from collections.abc import Iterator
@@ -82,6 +86,8 @@ def trace_nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
         parent: int | None = None
         for start, end, span, sampled in _stretches(row):
             node = _node(row, start, end, turns.get(span), sampled=sampled)
+            if sampled and row.trace.teacher_logprobs is not None:
+                node["reference_logprobs"] = row.teacher[start:end][row.mask[start:end] == 1].tolist()
             node["parent"] = parent
             node["routed_experts"] = None if whole is None else whole[start:end]
             parent = len(nodes)
@@ -127,6 +133,7 @@ def _sample(
         "logprobs": row.logprobs,
         "temperatures": temperatures(row, temperature),
         "env_name": env_name,
+        "ref_logprobs": None if row.trace.teacher_logprobs is None else row.teacher,
         "routed_experts": _experts(row),
         "advantages": None if advantage is None else numpy.where(row.mask == 1, advantage, 0.0),
     }

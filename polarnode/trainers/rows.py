@@ -5,7 +5,7 @@ projection is refused with the remedy; no number is invented. Arrays stay numpy 
 them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -65,6 +65,18 @@ class TrainedRow:
     def logprobs(self) -> Array:
         """float32[T], 0 where the mask is 0."""
         return numpy.frombuffer(self.trace.logprobs, dtype=numpy.float32)
+
+    @property
+    def teacher(self) -> Array:
+        """float32[T], 0 where the mask is 0: the logprobs of its teacher. Refused if it has none."""
+        found = self.trace.teacher_logprobs
+        if found is None:
+            why = "; ".join(each for each in self.trace.missing_extras if "teacher" in each)
+            raise Refused(
+                f"{self.name} has no teacher's logprobs ({why or 'its task requested none'}): set"
+                " carry.teacher in every task of a batch, and leave sessions without them out"
+            )
+        return numpy.frombuffer(found, dtype=numpy.float32)
 
     @property
     def prompt(self) -> int:
@@ -220,6 +232,25 @@ def top_logprobs(row: TrainedRow) -> tuple[Array, Array] | None:
         numpy.frombuffer(top.logprobs, dtype=numpy.float32),
     )
     return ids.reshape(-1, top.k), logprobs.reshape(-1, top.k)
+
+
+# ── teachers ───────────────────────────────────────────────────────────────────
+
+
+def teachers(rows: Sequence[TrainedRow]) -> list[Array] | None:
+    """The teacher's logprobs of each row; None if no row has them. Refused if only some have: trainers read
+    them of every row of a batch or of none.
+    """
+    if all(row.trace.teacher_logprobs is None for row in rows):
+        return None
+    return [row.teacher for row in rows]
+
+
+def predicted(values: Array) -> Array:
+    """`values` [T] of tokens, each at the position that predicts its token; 0 at the last, as trainers have
+    it that compare whole sequences of logits.
+    """
+    return numpy.append(values[1:], values[:1] * 0)
 
 
 # ── arrays ─────────────────────────────────────────────────────────────────────

@@ -8,6 +8,10 @@ themselves are in `metadata["polarnode"]["version_spans"]`. All rows of a sessio
 `index`, by which slime counts a session once in its loss and its batches; without a reward hook
 (`polarnode.integrations.slime.reward_post_process`) its advantages count rows.
 
+`teacher_log_probs` float32[response] is what `--use-opd --opd-type sglang` trains on
+(`slime/backends/megatron_utils/loss.py`, `apply_opd_kl_to_advantages`). slime looks for it in a batch's first
+Sample, and then needs it in all: a group in which only some usable sessions have it is refused.
+
 A session that cannot be trained on becomes a stand-in: one untrained token with `remove_sample`, so that the
 group keeps its size. In a group its reward is the mean of the others', which moves no baseline.
 """
@@ -28,6 +32,7 @@ from polarnode.trainers.rows import (
     as_arrays,
     routed,
     rows_of,
+    teachers,
     versions_of,
 )
 
@@ -64,6 +69,7 @@ def samples(
     given. A session without a row is one stand-in, with the session's reward.
     """
     rows = rows_of(trajectory)
+    teachers(rows)
     made = [_sample(row, decode) for row in rows] or [_stand_in(trajectory, None, trajectory.reward)]
     fields = {
         "group_index": group_index,
@@ -94,6 +100,7 @@ def group_samples(
     """
     places = _places(group, size)
     usable = [each.trajectory for each in places if each.usable and each.trajectory is not None]
+    teachers([row for each in usable for row in rows_of(each)])
     made = {each.session_id: [_sample(row, decode) for row in rows_of(each)] for each in usable}
     rewards = [each.reward for each in usable if each.reward is not None]
     mean = fmean(rewards) if rewards else None
@@ -140,6 +147,7 @@ def _sample(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
         "loss_mask": row.mask[row.prompt :],
         "weight_versions": list(versions_of(row)),
         "rollout_log_probs": row.logprobs[row.prompt :],
+        "teacher_log_probs": None if row.trace.teacher_logprobs is None else row.teacher[row.prompt :],
         "rollout_routed_experts": None if experts is None else experts.astype(numpy.int32),
         "remove_sample": False,
         "status": status,
@@ -156,9 +164,11 @@ def _stand_in(
     trajectory: Trajectory | None, like: Mapping[str, Any] | None, reward: float | None
 ) -> dict[str, Any]:
     """One untrained token after a prompt of one, because slime pads a mask by the prompt's length less one.
-    `like` is a row of the group: with its ids and experts, a batch that carries experts carries them here.
+    `like` is a row of the group: with its ids and experts, a batch that carries experts carries them here,
+    and a batch with teachers a teacher's logprob.
     """
     experts = None if like is None else like["rollout_routed_experts"]
+    taught = like is not None and like["teacher_log_probs"] is not None
     status = "failed" if trajectory is None else STATUS[trajectory.outcome.status]
     own = {} if trajectory is None else trajectory.metadata
     return {
@@ -169,6 +179,7 @@ def _stand_in(
         "loss_mask": numpy.zeros(1, dtype=numpy.uint8),
         "weight_versions": [],
         "rollout_log_probs": numpy.zeros(1, dtype=numpy.float32),
+        "teacher_log_probs": numpy.zeros(1, dtype=numpy.float32) if taught else None,
         "rollout_routed_experts": None if experts is None else experts[:1],
         "remove_sample": True,
         "status": status if status == "aborted" else "failed",

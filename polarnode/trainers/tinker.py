@@ -4,6 +4,9 @@ last, the targets every token but the first.
 A Datum cannot carry weight versions, temperatures, experts, rewards or its session's id: keep those
 separately. A row whose first token is trained is refused, because the shift leaves that token without an
 input.
+
+A Datum has no field for a teacher: distillation adds the reverse KL to `advantages`, as tinker-cookbook does
+(9dfcc3a2, tinker_cookbook/distillation/train_on_policy.py, `incorporate_kl_penalty`).
 """
 
 from collections.abc import Sequence
@@ -23,12 +26,17 @@ def datums(
     trajectory: Trajectory,
     *,
     advantage: float | Sequence[float] | None = None,
+    kl_penalty_coef: float = 0.0,
     mask: bool = True,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
     """A Datum for each row, for reinforcement-learning losses: `target_tokens`, `logprobs`, and `advantages`
     if one is given, for the session or for each of its rows. `mask` is for the cookbook, which removes it
     before forward_backward; remove it yourself if you call that directly.
+
+    With a `kl_penalty_coef` (the cookbook's is 1) every trained token's advantage is greater by so many times
+    the teacher's logprob less its own; without an `advantage` that is pure distillation. Refused for a row
+    without its teacher's logprobs.
     """
     rows = []
     trained_rows = rows_of(trajectory)
@@ -41,8 +49,11 @@ def datums(
     for row, one in zip(trained_rows, each, strict=True):
         trained = row.mask[1:]
         inputs = {"logprobs": _tensor(row.logprobs[1:], "float32")}
-        if one is not None:
-            inputs["advantages"] = _tensor(numpy.where(trained == 1, one, 0.0), "float32")
+        if one is not None or kl_penalty_coef:
+            advantages = numpy.where(trained == 1, one or 0.0, 0.0)
+            if kl_penalty_coef:
+                advantages += kl_penalty_coef * (row.teacher - row.logprobs)[1:]
+            inputs["advantages"] = _tensor(advantages, "float32")
         if mask:
             inputs["mask"] = _tensor(trained, "float32")
         rows.append(_datum(row, inputs))

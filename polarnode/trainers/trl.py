@@ -4,7 +4,8 @@ sequences, rollout samples).
 `rollout_func` cannot carry several rows per session (it takes one completion per prompt: `rollout_members`
 keeps one, async GRPO takes all), weight versions, or experts. It cannot carry top logprobs either:
 TRL requires a row for every token, and only trained tokens have one. TRL compares `logprobs` with its own
-only when it corrects for another sampler (use_vllm). A RolloutSample has one `model_version`, by which TRL
+only when it corrects for another sampler (use_vllm), and has no field for a teacher's: those of a row are for
+`AsyncDistillationTrainer` (`distillation_samples`). A RolloutSample has one `model_version`, by which TRL
 drops stale rows: for a row that several weights sampled it is the oldest, and `metrics` counts the versions
 as `weight_versions`.
 """
@@ -35,6 +36,9 @@ Messages = Sequence[Mapping[str, Any]]
 # what to do with a session of several rows where there is room for one
 Several = Literal["last", "refuse"]
 ROLLOUT: Final[Native] = {"input_ids": "numpy", "completion_mask": "numpy", "old_log_probs": "numpy"}
+DISTILLED: Final[Native] = dict.fromkeys(
+    ("input_ids", "completion_mask", "teacher_topk_ids", "teacher_topk_logprobs"), "numpy"
+)
 
 
 def rollout_output(
@@ -139,6 +143,44 @@ def rollout_samples(
         for row, one in zip(trained, each, strict=True)
     ]
     found: list[dict[str, Any]] = as_arrays(rows, arrays, ROLLOUT)
+    return found
+
+
+def distillation_samples(
+    trajectory: Trajectory,
+    *,
+    teacher_id: str,
+    prompt_id: int,
+    prompt: Messages = (),
+    completion: Messages = (),
+    number: Number = version_number,
+    arrays: Arrays = "list",
+) -> list[dict[str, Any]]:
+    """A RolloutSample of trl.experimental.async_distillation for each row, for `beta=1.0` (reverse KL), which
+    reads the teacher's logprob of each sampled token alone. Refused for a row without them.
+    """
+    shared = {
+        "prompt": list(prompt),
+        "completion": list(completion),
+        "teacher_id": teacher_id,
+        "prompt_id": prompt_id,
+        "enqueued_at": None,
+    }
+    rows = []
+    for row in rows_of(trajectory):
+        trained = row.mask[:, None] == 1
+        rows.append(
+            {
+                "input_ids": row.tokens.astype(numpy.int64),
+                "completion_mask": row.mask.astype(numpy.int64),
+                # TRL's own values where a teacher says nothing
+                "teacher_topk_ids": numpy.where(trained, row.tokens[:, None], -1),
+                "teacher_topk_logprobs": numpy.where(trained, row.teacher[:, None], -numpy.inf),
+                **shared,
+                **_versions(row, number),
+            }
+        )
+    found: list[dict[str, Any]] = as_arrays(rows, arrays, DISTILLED)
     return found
 
 

@@ -7,6 +7,11 @@ them. It cannot carry a temperature per token. V1 cannot carry a reward per row:
 session's, for the statistics of its group too. So each row has the session's reward, and a lineage's own is
 in `extra_fields`; only `data_proto` has rewards of rows. The agent loop of the classic trainer takes a single
 row, and V1's any number.
+
+A teacher's logprobs are `teacher_logprobs` and `teacher_ids` [T, 1], as its own teachers make them
+(verl/experimental/teacher_loop/teacher_manager.py): the position before a token has the token's number, the
+last none. The estimators of `verl/trainer/distillation/losses.py` (`k1`, `k3` …) read them; its top-k losses
+need more than the sampled token's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,14 +30,16 @@ from polarnode.trainers.rows import (
     TrainedRow,
     as_arrays,
     padded,
+    predicted,
     routed,
     rows_of,
     sessions,
+    teachers,
     version_number,
     versions_of,
 )
 
-OUTPUT: Final[Native] = {"routed_experts": "numpy"}
+OUTPUT: Final[Native] = {"routed_experts": "numpy", "teacher_ids": "torch", "teacher_logprobs": "torch"}
 TENSORS: Final[Native] = {"fields": "torch", "batch": "torch"}
 
 
@@ -44,9 +51,13 @@ def agent_loop_outputs(
 
     `routed_experts` has a row for every position but the last; `as_dict` pads it. Classic trainers need it
     with `arrays="native"`. They are left out if a row of the session lacks them: V1 reads the fields of a
-    session's first row of all its rows.
+    session's first row of all its rows. A teacher's logprobs are in `extra_fields`, where verl puts its own.
     """
-    rows = [_output(row, number) for row in rows_of(trajectory)]
+    trained = rows_of(trajectory)
+    teachers(trained)
+    rows = [_output(row, number) for row in trained]
+    for row, output in zip(trained, rows, strict=True):
+        output["extra_fields"] |= _taught(row)
     if any("routed_experts" not in row for row in rows):
         rows = [{name: value for name, value in row.items() if name != "routed_experts"} for row in rows]
     found: list[dict[str, Any]] = as_arrays(rows, arrays, OUTPUT)
@@ -73,6 +84,7 @@ def transfer_rows(
     count = trajectory.sample_index if session is None else session
     shared = {**(prompt or {}), "uid": uid, "session_id": count, "global_steps": global_steps}
     rows = rows_of(trajectory)
+    teachers(rows)
     carried = all(row.trace.routed is not None for row in rows)
     found: list[dict[str, Any]] = as_arrays(
         [_transfer(row, f"{uid}_{count}", global_steps, number, carried) for row in rows], arrays, TENSORS
@@ -134,6 +146,7 @@ def data_proto(
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
         raise Refused("no session of these has a row: there is nothing to make a batch of")
+    teachers(rows)
     width = (
         _width("prompt", [row.prompt for row in rows], prompt_length),
         _width("response", [_response(row) for row in rows], response_length),
@@ -232,6 +245,13 @@ def _experts(row: TrainedRow) -> dict[str, Array]:
     return {} if experts is None else {"routed_experts": padded(experts, len(row.tokens)).astype(numpy.int16)}
 
 
+def _taught(row: TrainedRow) -> dict[str, Array]:
+    if row.trace.teacher_logprobs is None:
+        return {}
+    columns = {"teacher_ids": row.tokens, "teacher_logprobs": row.teacher}
+    return {name: predicted(values)[:, None] for name, values in columns.items()}
+
+
 # ── V1: TransferQueue ─────────────────────────────────────────────────────────
 
 
@@ -250,6 +270,7 @@ def _transfer(
         "rollout_log_probs": row.logprobs[row.prompt :],
         "multi_modal_inputs": {},
         **(_experts(row) if carried else {}),
+        **_taught(row),
         **_scores(row, row.trajectory.reward),
         **{name: output[name] for name in ("num_turns", "metrics", "extra_fields")},
     }
@@ -304,9 +325,9 @@ def _padded(row: TrainedRow, pad: int, prompt: int, response: int) -> dict[str, 
         "rollout_log_probs": padded(row.logprobs[row.prompt :], response),
     }
     found |= {name: padded(scores, response) for name, scores in _scores(row, row.reward).items()}
-    for name, experts in _experts(row).items():
-        whole = numpy.zeros((prompt + response, *experts.shape[1:]), dtype=experts.dtype)
-        whole[before : before + len(experts)] = experts
+    for name, values in (_experts(row) | _taught(row)).items():
+        whole = numpy.zeros((prompt + response, *values.shape[1:]), dtype=values.dtype)
+        whole[before : before + len(values)] = values
         found[name] = whole
     return found
 

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from family_fixtures import family_folder
 from judge_kit import Endpoint, error, says, serving
 from rich.table import Table
+from tls_kit import Authority
 
 from polarnode.cli import doctor
 from polarnode.cli.main import main as command
@@ -282,3 +283,28 @@ def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
 
 def test_the_kernels_limits_are_read_where_they_are() -> None:
     assert list(doctor.kernel_limits(NodeConfig()))
+
+
+def test_the_address_and_the_certificate_of_captures_are_looked_at_as_agents_would(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+
+    def looked(*names: str, days: float, **settings: Any) -> list[tuple[bool, str, str]]:
+        chain, key = authority.issue(*names, days=days)
+        config = NodeConfig(capture_tls_cert=chain, capture_tls_key=key, **settings)
+        return [(each.ok, each.what, each.remedy) for each in doctor.captures(config)]
+
+    url: Any = {"capture_url": "https://node.example:8443", "capture_port": 8443}
+    (ok, what, remedy), (_, where, _) = looked("node.example", days=40.5, **url)
+    assert ok
+    assert what.endswith("for node.example, 40 days left")
+    assert remedy == ""
+    assert where == "127.0.0.1 port 8443; agents are given https://node.example:8443"
+    assert "renew it" in looked("node.example", days=3, **url)[0][2]
+    assert "expired" in looked("node.example", days=-1, **url)[0][1]
+    other = looked("10.0.0.7", days=40, **url)[0]
+    assert (other[0], "not valid for 'node.example'" in other[1]) == (True, True)
+    assert "issued for node.example" in other[2]
+    # an address of documentation, which no machine has
+    ((ok, what, _),) = looked("x", days=3, capture_listen="192.0.2.1")
+    assert (ok, "capture_listen 192.0.2.1" in what) == (False, True)
+    assert list(doctor.captures(NodeConfig())) == []

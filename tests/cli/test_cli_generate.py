@@ -32,7 +32,7 @@ from polarnode.cli.generate import (
 from polarnode.cli.generate_run import GenerationRun, duration, progress
 from polarnode.node.config import TINY_MODEL
 from polarnode.offline import GenerationTable, Split, judge, parse_acceptance
-from polarnode.offline.sft import SftLine
+from polarnode.offline.rows import SftLine
 
 # ── words and tables ──────────────────────────────────────────────────────────
 

@@ -27,6 +27,7 @@ VERBS = (
     "submit",
     "watch",
     "export",
+    "evaluate",
     "inspect",
     "replay",
     "merge",

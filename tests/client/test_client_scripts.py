@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from journal_samples import make_trajectory
 
 from polarnode.client import ClientError, Event, Unreachable
-from polarnode.client.api import Api, Reading, named
+from polarnode.client.api import Api, Reading, join_group, leave_group, named
 from polarnode.client.requests import (
     Ask,
     Close,
@@ -41,7 +41,6 @@ from polarnode.client.scripts import (
 )
 from polarnode.client.streams import LOOK_AFTER_S, Acks, Collector, Groups, events
 from polarnode.client.values import read_error
-from polarnode.client.weights import join, leave
 from polarnode.core.codec import dump_json, trajectory_json
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.status import Submitted, UnreadableEvent
@@ -401,8 +400,8 @@ def test_a_bucket_that_fails_gives_the_update_up(
 
 
 def test_a_group_is_named_where_it_is_broadcast_over() -> None:
-    assert leave("w/w").path == "/v1/weights/groups/w%2Fw"
-    body = json.loads(join("weights", "10.0.0.1", 29600, 9, 1, "nccl").body or b"")
+    assert leave_group("w/w").path == "/v1/weights/groups/w%2Fw"
+    body = json.loads(join_group("weights", "10.0.0.1", 29600, 9, 1, "nccl").body or b"")
     assert body == {
         "name": "weights",
         "address": "10.0.0.1",

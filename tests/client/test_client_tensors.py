@@ -15,11 +15,19 @@ from attrs import define, field
 from client_kit import here
 from engine_reference import Reference, settings, temporary
 from fakes_engine import joined, order, sample
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from weights_kit import open_weights_plane, simulated_tiny
 
 from polarnode.client import ClientError, PolarnodeClient, Unreachable, WeightsReport
-from polarnode.client.tensors import WeightsGroup, buckets, parts, payload, push_tensors, save_checkpoint
+from polarnode.client.tensors import (
+    WeightsGroup,
+    buckets,
+    parts,
+    payload,
+    push_adapter,
+    push_tensors,
+    save_checkpoint,
+)
 from polarnode.core.errors import Refused
 from polarnode.engine.checkpoints import fingerprint, manifest
 from polarnode.node.config import TINY_MODEL
@@ -202,3 +210,40 @@ def weights_of(reference: Reference) -> "list[tuple[str, torch.Tensor]]":
     return [
         (name, tensor) for name, tensor in reference.model.state_dict().items() if name != "lm_head.weight"
     ]
+
+
+# ── adapters ──────────────────────────────────────────────────────────────────
+
+
+@define
+class Sent:
+    """In place of a client."""
+
+    bodies: list[bytes] = field(factory=list)
+
+    def send_adapter(self, name: str, version: str, body: bytes) -> None:
+        assert (name, version) == ("run-a", "7")
+        self.bodies.append(body)
+
+
+def test_an_adapter_is_a_file_with_its_configuration_whatever_holds_its_tensors() -> None:
+    sent: Any = Sent()
+    tensors = {"base_model.model.w.lora_A.weight": torch.arange(6.0).reshape(3, 2).t()}
+    arrays = {name: each.contiguous().numpy() for name, each in tensors.items()}
+
+    class Config:
+        """As one of PEFT's."""
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"r": 3, "target_modules": {"v_proj", "q_proj"}}
+
+    push_adapter(sent, "run-a", "7", tensors, Config())
+    push_adapter(sent, "run-a", "7", arrays.items(), {"r": 3, "target_modules": ["q_proj", "v_proj"]})
+    for body in sent.bodies:
+        (found,) = load(body).values()
+        assert found.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+        head = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        told = json.loads(head["__metadata__"]["adapter_config"])
+        assert told == {"r": 3, "target_modules": ["q_proj", "v_proj"]}
+    with pytest.raises(Refused, match="give config="):
+        push_adapter(sent, "run-a", "7", tensors)

@@ -17,7 +17,7 @@ from polarnode.core.codec.limits import (
     value_fault,
     values_exceed,
 )
-from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, read_task_toml, task_json
+from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, read_toml_value, task_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import MESSAGE_CHARS, Refused
 from polarnode.core.task import TaskSpec
@@ -331,7 +331,7 @@ def test_a_refusal_does_not_repeat_what_is_long(task: Json) -> None:
 @pytest.mark.parametrize("text", ["a = " + "[" * 3000 + "]" * 3000, "a" + ".a" * 3000 + " = 1"])
 def test_toml_of_any_depth_is_read_or_refused(text: str) -> None:
     with pytest.raises(Refused, match="nested too deeply to be read: flatten it"):
-        read_task_toml(text)
+        read_toml_value(text)
 
 
 def test_a_number_of_hundreds_of_digits_is_refused() -> None:

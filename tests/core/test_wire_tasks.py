@@ -11,7 +11,7 @@ from polarnode.core.codec.tasks import (
     file_bytes,
     first_broken,
     read_task,
-    read_task_toml,
+    read_toml_value,
     sampling_rules,
     task_json,
 )
@@ -256,7 +256,7 @@ text = "as it stands"
 
 def test_a_folder_is_a_task() -> None:
     files = {"task.md": "füge hinzu".encode(), "x.bin": b"\x00\xff"}
-    spec = read_task_toml(TOML, read_file=files.__getitem__)
+    spec = read_task(read_toml_value(TOML, read_file=files.__getitem__))
     assert (spec.instruction, spec.num_samples, spec.budgets.run_s) == ("füge hinzu", 4, 60.0)
     assert [file_bytes(file) for file in spec.runtime.files] == [b"\x00\xff", b"as it stands"]
     assert spec.runtime.files[0].mode == 0o755
@@ -287,14 +287,14 @@ def test_a_folder_is_a_task() -> None:
 )
 def test_toml_that_is_no_task_is_refused(text: str, path: str | None, words: str) -> None:
     with pytest.raises(Refused) as caught:
-        read_task_toml(text, read_file={"bin": b"\xff"}.__getitem__)
+        read_task(read_toml_value(text, read_file={"bin": b"\xff"}.__getitem__))
     assert caught.value.path == path
     assert words in str(caught.value)
 
 
 def test_without_a_reader_files_are_unknown_fields() -> None:
     with pytest.raises(Refused, match="instruction_file is not a known field: did you mean instruction"):
-        read_task_toml(TOML)
+        read_task(read_toml_value(TOML))
 
 
 @pytest.mark.parametrize("policy", ["keep", "template"])
@@ -303,7 +303,10 @@ def test_a_task_says_what_a_prompt_shows_of_thoughts(policy: str) -> None:
     assert read_task({**LEAST, "thinking": policy}).thinking == policy
     assert task_json(read_task({**LEAST, "thinking": policy}))["thinking"] == policy
     assert (
-        read_task_toml(f'instruction = "x"\nthinking = "{policy}"\n[harness]\nname = "pi"').thinking == policy
+        read_task(
+            read_toml_value(f'instruction = "x"\nthinking = "{policy}"\n[harness]\nname = "pi"')
+        ).thinking
+        == policy
     )
 
 

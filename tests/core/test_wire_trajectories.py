@@ -103,6 +103,7 @@ def test_the_shape_is_the_one_promised() -> None:
             "over_long": False,
             "top_logprobs": None,
             "routed_experts": None,
+            "teacher_logprobs": None,
             "lacks": [],
         }
     ]
@@ -242,6 +243,12 @@ def test_a_trace_that_its_turns_tell_costs_nothing_of_what_it_carries(offset: in
     )
     packed = pack_trajectory(found)
     assert len(packed) < 450
+    scored = attrs.evolve(
+        found.traces[0], teacher_logprobs=floats(-0.5 * each or 0.0 for each in whole.loss_mask)
+    )
+    taught = attrs.evolve(found, traces=(scored,))
+    assert len(pack_trajectory(taught)) < len(packed) + 4 * whole.loss_mask.count(1) + 50
+    assert unpack_trajectory(pack_trajectory(taught), session) == taught
     assert unpack_trajectory(packed, session) == found
     # 8 bytes a position here, and 24 a sampled token
     assert 5999 * 8 + 24_000 < len(pack_turn(session[0])) < 5999 * 8 + 24_000 + 4 * 7000 + 500
@@ -447,6 +454,7 @@ def test_no_field_of_a_trace_or_a_trajectory_is_forgotten() -> None:
     trace = attrs.evolve(
         merged(session, 1), role="subagent", finish_reason="length", reward=0.5, offset=7, part=1, parts=2, over_long=True,
         top=session[0].top, routed=session[0].routed, missing_extras=("x",),
+        teacher_logprobs=floats([-0.5]),
     )  # fmt: skip
     full = trajectory(
         *session, traces=(trace,), left_out=(LeftOut(turn=0, reason="r"),), metrics={"m": [1]}, timing=Timing(run_s=2.0), harness="h",

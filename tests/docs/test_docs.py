@@ -25,6 +25,7 @@ from polarnode.core.task import (
     CaptureEnd,
     CaptureSpec,
     CarrySpec,
+    EvaluationSpec,
     EvaluatorPart,
     EvaluatorSpec,
     FileSpec,
@@ -44,7 +45,7 @@ from polarnode.evaluators.registry import EVALUATORS
 from polarnode.harnesses import HARNESSES
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import EventKind, Retention
-from polarnode.node.config import TINY_MODEL, NodeConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 from polarnode.providers.contract import Fault, FaultKind, Operation
 from polarnode.providers.dialect import route
 
@@ -60,10 +61,12 @@ SPECS = (
     FileSpec,
     PrepareStep,
     BuilderSpec,
+    EvaluationSpec,
     EvaluatorSpec,
     EvaluatorPart,
     VolumeSpec,
     JudgeConfig,
+    TeacherConfig,
     CommandConfig,
     Budgets,
     Sampling,
@@ -278,7 +281,7 @@ def blocks(page: str, language: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_in_toml_are_tasks_and_those_in_json_are_json(page: Path) -> None:
     for block in blocks(page.read_text(), "toml"):
-        assert codec.read_task_toml(block).harness.name in HARNESSES
+        assert codec.read_task(codec.read_toml_value(block)).harness.name in HARNESSES
         assert len(tomllib.loads(block)) >= 3
     for block in blocks(page.read_text(), "json"):
         json.loads(block)
@@ -286,7 +289,7 @@ def test_examples_in_toml_are_tasks_and_those_in_json_are_json(page: Path) -> No
 
 def test_the_readme_has_its_task() -> None:
     (block,) = blocks(README, "toml")
-    assert codec.read_task_toml(block).num_samples > 1
+    assert codec.read_task(codec.read_toml_value(block)).num_samples > 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -312,6 +315,7 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     called = re.findall(
         r"(?:^|[`/ ])polarnode ((?:-|[a-z])[^`\n#&|]*)",
         "\n".join(blocks(text, "sh") + re.findall(r"`(polarnode [^`\n]+)`", text)),
+        re.MULTILINE,
     )
     for line in called:
         words = [word for word in line.split() if word not in ("…", "/")]

@@ -7,7 +7,7 @@ import attrs
 import pytest
 from test_docs import named, rows, section, shown_default
 
-from polarnode.core.codec import read_task_toml
+from polarnode.core.codec import read_task, read_toml_value
 from polarnode.core.task import Budgets
 from polarnode.evaluators import agent_programs, contract, patches, program_cases, swebench
 from polarnode.evaluators.harbor import HarborConfig
@@ -47,7 +47,7 @@ def test_every_evaluator_has_a_row_on_what_can_be_forged() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
 def test_the_examples_are_tasks(path: Path) -> None:
-    task = read_task_toml(path.read_text())
+    task = read_task(read_toml_value(path.read_text()))
     found = find(task.evaluator)
     assert (found.name, found.fresh) == (task.evaluator.name, task.evaluator.name == "command")
 

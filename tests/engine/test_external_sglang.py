@@ -7,6 +7,7 @@ One server for the whole module: a start takes some 15 seconds. The reference is
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 import trio
@@ -14,9 +15,10 @@ from engine_reference import CONTEXT, TOLERANCE, Reference, difference, settings
 from fakes_engine import contract, joined, order, sample, until_idle
 from sglang_server import SglangProcess, open_sglang_server
 
+from polarnode.core.arrays import ids
 from polarnode.core.conversation import Constraint
 from polarnode.core.errors import Conflict, EngineError
-from polarnode.core.ports import Chunk
+from polarnode.core.ports import Chunk, ScoreOrder
 from polarnode.core.trajectory import UNKNOWN_VERSION, VersionSpan
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.settings import External
@@ -74,6 +76,11 @@ async def logprobs_are_what_transformers_says(engines: Engines, old: Reference) 
     for temperature in (1.0, 0.7):
         chunks = await sample(engines, order(PROMPT, max_tokens=64, temperature=temperature))
         assert difference(chunks, old.logprobs(PROMPT, joined(chunks), temperature)) < TOLERANCE
+    row = [*PROMPT, *joined(chunks)]
+    scores = await engines.score(ScoreOrder(request_id=uuid4().hex, row=ids(row), start=3))
+    expected = old.logprobs(row[:3], row[3:])
+    assert max(abs(one - two) for one, two in zip(scores.logprobs, expected, strict=True)) < TOLERANCE
+    assert scores.version == UNKNOWN_VERSION
 
 
 async def its_weights_are_its_owner_s(engines: Engines) -> None:

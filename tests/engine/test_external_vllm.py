@@ -18,7 +18,7 @@ from attrs import define, field
 from polarnode.core.arrays import floats, ids
 from polarnode.engine.external import Server, Unfit, Unreachable, Wanted, connect
 from polarnode.engine.external_vllm import event_of, generate_body
-from polarnode.engine.protocol import Failed, Generate, Load, Piece
+from polarnode.engine.protocol import Failed, Generate, Load, Piece, Score, Scored
 from polarnode.http.server import Address, open_server
 
 LOGITS = (0.0, -0.5, -1.0, -1.5, -2.0, -2.5)
@@ -88,6 +88,12 @@ class Vllm:
     def sampled(self, given: Any) -> bytes:
         sampling = given["sampling_params"]
         temperature = sampling["temperature"] if self.processed else 1.0
+        if "prompt_logprobs" in sampling:
+            found: list[Any] = [None]
+            for before, token in zip(given["token_ids"], given["token_ids"][1:], strict=False):
+                found.append({str(token): {"logprob": -token / 8, "rank": 1, "decoded_token": None}})
+                found[-1][str(before + 100)] = {"logprob": -0.5, "rank": 2}
+            return json.dumps({"choices": [], "prompt_logprobs": found}).encode()
         if not given.get("stream"):
             entry = logprobs(1, temperature, sampling["logprobs"])
             choice = {
@@ -227,3 +233,26 @@ def test_a_logprob_that_is_not_there_is_none() -> None:
     assert event["meta_info"]["output_token_logprobs"] == [[None, 7]]
     assert event["meta_info"]["completion_tokens"] == 4
     assert event_of({"choices": [], "usage": {}}, before=3, top_logprobs=0) is None
+
+
+# ── scoring ───────────────────────────────────────────────────────────────────
+
+
+async def test_a_row_is_scored_by_its_prompts_logprobs() -> None:
+    vllm = Vllm(label="7")
+    async with opened(vllm) as server:
+        order = Score(rid="r", row=ids([1, 2, 3, 4]).tobytes(), start=2)
+        assert await server.score(order) == Scored(
+            rid="r", logprobs=floats([-0.375, -0.5]).tobytes(), version="7"
+        )
+        _, body = next(each for each in vllm.asked if "generate" in each[0])
+        assert body["sampling_params"] == {
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+        }
+        vllm.token_in = False
+        refused = await server.score(order)
+        assert isinstance(refused, Failed)
+        assert not refused.retryable

@@ -6,13 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
-from evaluators_kit import Workplace, copied, workplace
+from attrs import evolve
+from evaluators_kit import Workplace, copied, finished, workplace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shell_runtime import TESTBED, ShellRuntime, git
 
+from polarnode.core.errors import EvaluatorError
 from polarnode.evaluators import patches
+from polarnode.evaluators.contract import Kept
 from polarnode.evaluators.patches import Patch, Repository, Unusable, apply, moved
+from polarnode.rollouts.session_containers import Gone
 
 
 @pytest.fixture
@@ -536,3 +540,36 @@ def test_git_and_we_read_the_same_names(tmp_path_factory: pytest.TempPathFactory
 def test_scripts_call_git_with_nothing_of_ours() -> None:
     for script in (patches.TREE, patches.EXTRACT, patches.APPLY):
         assert "GIT_CONFIG_NOSYSTEM=1" in script
+
+
+# ── of a session that is evaluated again ──────────────────────────────────────
+
+
+async def test_a_patch_that_was_kept_takes_the_place_of_a_repository_that_was_not(place: Workplace) -> None:
+    (place.left / "a.py").write_text("a = 3\n")
+    (place.left / "excluded.py").write_text("not the agent's\n")
+    found = await place.patch()
+    assert isinstance(found, Patch)
+    clean = place.runtimes[1]
+    of = Repository(folder=TESTBED, exclude=("excluded.py",))
+    shape = finished(clean, {}, left=Gone(why="it is gone", workdir="/work"))
+    again = evolve(shape, kept=Kept(patch=found.content))
+    carried = await patches.carried(again, of)
+    assert isinstance(carried, Patch)
+    assert carried.paths == ("a.py",)
+    assert (place.clean / "a.py").read_text() == "a = 3\n"
+    assert not (place.clean / "excluded.py").exists()
+    for kept in (Kept(), Kept(folder="/work")):
+        with pytest.raises(
+            EvaluatorError, match=r"/testbed of the session was not kept, nor its whole patch: set"
+        ):
+            await patches.carried(evolve(shape, kept=kept), of)
+
+
+async def test_a_repository_that_was_kept_is_read_as_at_first(place: Workplace) -> None:
+    (place.left / "a.py").write_text("a = 3\n")
+    left, clean = place.runtimes
+    again = evolve(finished(clean, {}, left=left), kept=Kept(folder="/", patch=b"no patch at all"))
+    carried = await patches.carried(again, Repository(folder=TESTBED))
+    assert isinstance(carried, Patch)
+    assert carried.paths == ("a.py",)

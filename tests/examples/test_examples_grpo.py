@@ -92,7 +92,7 @@ def test_a_batch_pads_at_the_end_and_masks_what_is_no_token() -> None:
     assert made.real.tolist() == [[1, 1, 0], [1, 1, 1]]
     assert made.mask.tolist() == [[False, True, False], [False, True, True]]
     assert made.logprobs.tolist() == [[0, -0.5, 0], [0, -1, -2]]
-    assert (made.advantages.tolist(), made.weights.tolist()) == ([1.0, 0.0], [0.5, 1.0])
+    assert (made.advantages.tolist(), made.weights.tolist()) == ([[1, 1, 0], [0, 0, 0]], [0.5, 1.0])
 
 
 def test_micro_batches_have_every_row_once_and_like_lengths_together() -> None:

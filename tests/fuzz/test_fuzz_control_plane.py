@@ -62,19 +62,24 @@ async def _publish(desk: Desk, name: str) -> None:
 
 POLAR = (json.loads((DATA / "polar" / "task.json").read_text()),)
 ACKS = ({"consumer": "trainer", "seq": 1},)
+EVALUATIONS = (
+    {"sessions": ["a", "gone"], "reason": "r", "evaluator": {"name": "session_completed"}},
+    {"task_id": "a"},
+)
 SESSIONS = ({"session_id": "s9", "task_id": "t"}, {"task_id": "mine"})
 BODIES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("POST", "/v1/tasks"): TASKS,
     ("POST", "/v1/trajectories/ack"): ACKS,
     ("POST", "/v1/capture"): CAPTURES,
     ("DELETE", "/v1/capture/s1"): ENDS,
+    ("POST", "/v1/evaluations"): EVALUATIONS,
     ("POST", "/rollout/task/submit"): POLAR,
     ("POST", "/sessions"): SESSIONS,
 }
 PATHS = (
     *("/v1/tasks", "/v1/tasks/{}", "/v1/trajectories/stream", "/v1/trajectories/{}", "/v1/sessions/{}"),
     *("/v1/sessions/{}/artifacts", "/v1/consumers", "/v1/consumers/{}", "/v1/export", "/v1/status", "/metrics"),
-    *("/v1/capture", "/v1/capture/{}", "/v1/openapi.json", "/rollout/task/{}", "/tasks", "/tasks/{}/sessions"),
+    *("/v1/capture", "/v1/capture/{}", "/v1/evaluations/{}", "/v1/openapi.json", "/rollout/task/{}", "/tasks", "/tasks/{}/sessions"),
     *("/sessions", "/sessions/{}", "/sessions/{}/completions", "/nodes/{}", "/rollout/status", "/health", "/{}"),
 )  # fmt: skip
 ODD_TEXTS = (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from adapters_kit import write_adapter
 from fuzz_json import anything, changed, mutated, toml, torn, torn_bytes
 from fuzz_kit import Target, check_sentence, play, watched
 from fuzz_tasks import CAPTURES, ENDS, TASKS
@@ -21,6 +22,16 @@ from sources_kit import DATA
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, task_json
 from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.engine.checkpoints import (
+    CONFIG,
+    TENSORS,
+    AdapterLimits,
+    BadCheckpoint,
+    check_adapter,
+    head,
+    manifest,
+)
+from polarnode.node.config import TINY_MODEL
 from polarnode.sources import Overrides, Unread, read_source
 
 SECRET = "OUTSIDE-OF-THE-FOLDER"
@@ -237,7 +248,38 @@ def read_folder(value: tuple[str, bytes, tuple[int, str] | None, bool]) -> None:
             assert own or SECRET.encode() not in body, "a file from outside of the folder is in the task"
 
 
+# ── adapters ──────────────────────────────────────────────────────────────────
+
+LIMITS = AdapterLimits(rank=8, modules=("q_proj", "v_proj"))
+MODEL = manifest(TINY_MODEL)
+with tempfile.TemporaryDirectory() as made:
+    WHOLE = write_adapter(Path(made) / "a", modules=LIMITS.modules)
+    CONFIGS = [json.loads((WHOLE / CONFIG).read_bytes())]
+    HEADERS = [head(WHOLE / TENSORS)]
+    VALUES_OF_TENSORS = (WHOLE / TENSORS).read_bytes()[-40_000:]
+
+
+def read_adapter(value: tuple[bytes, bytes]) -> None:
+    """The two files of an adapter: refused with a sentence, or what the engine can load."""
+    config, header = value
+    with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / CONFIG).write_bytes(config)
+        whole = len(header).to_bytes(8, "little") + header + VALUES_OF_TENSORS
+        (Path(temporary) / TENSORS).write_bytes(whole)
+        with watched(len(config) + len(whole)):
+            try:
+                check_adapter(Path(temporary), MODEL, LIMITS)
+            except BadCheckpoint as refused:
+                check_sentence(str(Refused(str(refused))))
+
+
+ADAPTERS = st.tuples(
+    st.just(json.dumps(CONFIGS[0]).encode()) | mutated(CONFIGS) | torn(CONFIGS),
+    st.just(json.dumps(HEADERS[0]).encode()) | mutated(HEADERS) | torn(HEADERS),
+)
+
 TARGETS = (
+    Target(name="adapters", inputs=ADAPTERS, check=read_adapter, examples=200),
     Target(name="task_values", inputs=VALUES, check=read_value, examples=300),
     Target(name="sources", inputs=folders(), check=read_folder, examples=300),
 )

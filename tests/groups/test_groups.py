@@ -12,6 +12,7 @@ from journal_samples import make_trajectory
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
+from polarnode.core.status import RewardEvent
 from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import Outcome, Trajectory, VersionSpan
 from polarnode.groups import (
@@ -22,8 +23,10 @@ from polarnode.groups import (
     group_json,
     judged,
     read_group,
+    rows_of,
     stamped,
     updates_behind,
+    with_rewards,
 )
 from polarnode.groups.group import member_of
 
@@ -304,3 +307,45 @@ def test_whatever_ended_how_a_group_is_judged_once_and_read_as_it_was(
         assert (found.state == "complete") == (len(usable) == len(members))
     if spec.stale == "drop":
         assert not any(member.stale for member in usable)
+
+
+# ── later rewards ─────────────────────────────────────────────────────────────
+
+
+def later(name: str, reward: float | None, n: int = 1, **more: Any) -> RewardEvent:
+    return RewardEvent(session_id=name, task_id="t", group_id="g", n=n, reward=reward, **more)
+
+
+def test_the_last_later_reward_counts_as_if_it_had_been_the_first() -> None:
+    """A judge was down for one session, and scored the other by a test that was wrong."""
+    down = evolve(make_trajectory("s0", reward=None), outcome=Outcome(status="error", boundary="evaluator"))
+    whole = [down, make_trajectory("s1", sample_index=1, reward=1.0), make_trajectory("s2", sample_index=2)]
+    before = judged(GroupSpec(min_usable=3), map(facts_of, whole), task_id="t", group_id="g").holding(whole)
+    assert (before.state, before.usable) == ("dropped", ())
+    given = [
+        later("s1", 0.25, n=2, lineage_rewards={"0": 0.5}, turn_rewards={"0": 2.0}),
+        later("s0", 0.75),
+        later("s1", 9.0, n=1),
+        later("s2", None, error="the judge is down"),
+        later("another", 5.0),
+    ]
+    after = with_rewards(before, given, GroupSpec(min_usable=3))
+    assert (after.state, after.reason) == ("complete", None)
+    assert [each.reward for each in after.members] == [0.75, 0.25, 1.0]
+    assert [each.reward for each in after.usable] == [0.75, 0.25, 1.0]
+    traces = [each.traces[0] for each in after.trajectories]
+    assert [(one.reward, one.turn_spans[0].reward) for one in traces] == [
+        (0.75, None),
+        (0.5, 2.0),
+        (None, None),
+    ]
+    assert [row.advantage for row in rows_of([after])] == pytest.approx([0.125, -0.375, 0.5])
+    assert with_rewards(before, [], GroupSpec(min_usable=3)) == before
+    undone = with_rewards(after, [later("s1", 0.25, n=3)], GroupSpec(min_usable=3))
+    assert undone.trajectories[1].traces[0].turn_spans[0].reward is None, "the last reward is all of it"
+
+
+def test_a_session_that_the_machine_lost_stays_lost() -> None:
+    lost = evolve(make_trajectory("s0", reward=None), outcome=LOST)
+    before = judged(GroupSpec(), [facts_of(lost)], task_id="t", group_id="g")
+    assert with_rewards(before.holding([lost]), [later("s0", 1.0)]).usable == ()

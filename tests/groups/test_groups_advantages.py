@@ -262,6 +262,16 @@ def test_a_session_of_many_rows_pulls_as_one_of_one_row() -> None:
     assert pulls["many"][1] == pytest.approx(-pulls["one"][1]) == pytest.approx(0.5)
 
 
+def test_a_teachers_advantage_is_its_logprob_less_the_recorded_one() -> None:
+    said = evolve(
+        trace(3, prompt=1), logprobs=floats([0, -0.5, -1, -2]), teacher_logprobs=floats([0, -1, -0.5, -2])
+    )
+    plain, (known,) = trace(2), rows_of([group(session("a", 1.0, said))])
+    assert known.teacher_advantages.tolist() == [0, -0.5, 0.5, 0]
+    with pytest.raises(Refused, match=r"session b has no teacher's logprobs: set carry\.teacher"):
+        _ = rows_of([group(session("b", 1.0, plain))])[0].teacher_advantages
+
+
 # ── which rows, and whose reward ──────────────────────────────────────────────
 
 

@@ -2,6 +2,7 @@
 its own group, and its actor trains what the workflow gives (tests/kits/areal_program.py).
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -51,6 +52,22 @@ def test_the_actor_moves_each_sampled_token_once_and_nothing_else(found: Any) ->
     assert [batch["moved_untrained"] for batch in batches] == [0, 0]
 
 
+def test_the_actor_distils_from_the_teachers_logprob_of_each_token(found: Any) -> None:
+    """`grpo_loss_fn`: with rl_loss_weight 0 each token's gradient is in proportion to its teacher's logprob less
+    its own, which is -log(128) here.
+    """
+    told = {
+        token: (teacher, up)
+        for batch in found["distilled"]
+        for token, teacher, up in zip(batch["tokens"], batch["teacher"], batch["up"], strict=True)
+    }
+    said = {22: -1.25, 23: -1.375, 24: -1.5, 40: -1.25}
+    assert {token: told[token][0] for token in said} == said
+    steps = [told[token][1] / (told[token][0] + math.log(128)) for token in (22, 23, 24)]
+    assert steps == pytest.approx([steps[0]] * 3)
+    assert steps[0] > 0
+
+
 def test_versions_are_areals_numbers_learned_from_what_the_node_served(found: Any) -> None:
     """The node served "7" at 100 and "8" at 101; tokens of weights that nobody named are as old as their episode."""
     assert found["versions"][0] == [-1, -1, -1, 100, 100, -1, -1, 100, 101, 101]
@@ -61,7 +78,7 @@ def test_evaluation_gives_rewards_as_they_are_and_logs_them_by_session(found: An
     assert found["eval"] == [1.0, 0.0, 0.0, 0.25, 0.25]
     rollout, evaluation = found["rewards"]
     assert [value for key, value in evaluation.items() if key.endswith("reward")] == [[1.0, 0.0, 0.25]]
-    assert [len(value) for key, value in rollout.items() if key.endswith("reward")] == [13]
+    assert [len(value) for key, value in rollout.items() if key.endswith("reward")] == [15]
 
 
 def test_areals_own_group_takes_it_too(found: Any) -> None:

@@ -204,7 +204,10 @@ def test_a_copy_of_the_generation_in_another_process_pushes_nothing(tmp_path: Pa
     [
         ({"dtensor_cfg": {"enabled": False, "_v2": True}}, "policy.megatron_cfg.enabled: false"),
         ({"dtensor_cfg": {"enabled": True, "_v2": False}}, "policy.dtensor_cfg._v2: true"),
-        ({"dtensor_cfg": {"enabled": True, "_v2": True, "lora_cfg": {"enabled": True}}}, "not adapters"),
+        (
+            {"dtensor_cfg": {"enabled": True, "_v2": True, "lora_cfg": {"enabled": True}}},
+            "pushes whole checkpoints",
+        ),
     ],
 )
 def test_a_policy_whose_checkpoints_a_node_cannot_read_is_refused(

@@ -48,6 +48,13 @@ def test_ids_and_logprobs_are_the_engines(found: Any) -> None:
     assert found["episodes"]["one"]["output_tokens"] == 5
 
 
+def test_a_teachers_logprobs_are_the_references_of_a_sample(found: Any) -> None:
+    """prime-rl 559b44772, `trace_to_samples` (orchestrator/trajectories.py): `ref_logprobs` is the branch's."""
+    [branch] = found["episodes"]["taught"]["branches"]
+    assert branch["reference"] == [0, 0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
+    assert [each["reference"] for each in found["episodes"]["two"]["branches"]] == [None, None]
+
+
 def test_versions_are_in_the_traces_info(found: Any) -> None:
     assert found["episodes"]["two"]["info"]["polarnode"]["versions"] == [["7"], ["8"]]
 
@@ -75,10 +82,19 @@ def test_a_task_has_the_trainers_sampling(found: Any) -> None:
 
 
 def test_a_broadcast_is_served_as_a_version(found: Any) -> None:
-    assert found["served"] == [["r-step_3-1700000000", "in_place", ["STABLE", "config.json"]]]
+    version, mode, files = found["served"][0]
+    assert (version, mode) == ("r-step_3-1700000000", "in_place")
+    assert {"STABLE", "config.json"} <= set(files)
     answers = found["relayed"]
-    assert [status for status, _ in answers] == [200, 200, 200, 200, 400, 400, 400, 200, 404]
+    assert [status for status, _ in answers] == [200, 200, 200, 200, 400, 400, 400, 200, 404, 200, 400]
     assert json.loads(answers[3][1]) == {"status": "ok", "version": "r-step_3-1700000000"}
     assert "/broadcasts/step_4/STABLE is not there" in answers[4][1]
     assert json.loads(answers[5][1]) == {"error": "a tensor is missing"}
     assert 'weight_broadcast.type = \\"filesystem\\"' in answers[6][1]
+
+
+def test_a_broadcast_of_lora_is_a_version_of_its_adapter_in_pefts_names(found: Any) -> None:
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    names = [f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"]
+    assert found["served"][1:] == [["r-step_3-1700000000", "a", names, 8]]
+    assert "/broadcasts/step_4/STABLE is not there" in found["relayed"][10][1]

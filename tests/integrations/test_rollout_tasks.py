@@ -10,11 +10,14 @@ import anyio
 import anyio.lowlevel
 import numpy as np
 import pytest
+import trainers_kit
 from client_kit import Node, open_client, open_node
 from journal_samples import make_spec
+from trainers_kit import group_of, no_row, one_row, two_rows
 
 from polarnode.client import ClientError, Event, Unreachable
 from polarnode.core.errors import Refused
+from polarnode.core.task import CarrySpec
 from polarnode.groups import Group
 from polarnode.integrations.rollout_tasks import (
     NodeRollouts,
@@ -23,6 +26,7 @@ from polarnode.integrations.rollout_tasks import (
     plugin_settings,
     rollout_groups,
     task_of,
+    taught,
 )
 
 HARNESS = {"harness": {"name": "pi"}}
@@ -145,6 +149,27 @@ def test_a_group_comes_with_all_its_trajectories(node: Node, backend: str) -> No
             assert [each.session_id for each in group.trajectories] == ["t-0", "t-1"]
 
     anyio.run(main, backend=backend)
+
+
+def test_a_session_that_its_teacher_did_not_score_is_not_usable(node: Node) -> None:
+    async def main() -> None:
+        async with NodeRollouts(settings_of(node)) as rollouts, anyio.create_task_group() as tasks:
+
+            async def publish() -> None:
+                await accepted(rollouts, "t")
+                await anyio.to_thread.run_sync(node.publish, "t-0", "t-1")
+
+            tasks.start_soon(publish)
+            carry = CarrySpec(teacher="policy")
+            group = await rollouts.group(make_spec(task_id="t", num_samples=2, carry=carry))
+            assert [each.why for each in group.members] == ["lost: no logprobs of its teacher"] * 2
+            assert group.usable == ()
+
+    anyio.run(main)
+    both = group_of(trainers_kit.taught(one_row()), trainers_kit.taught(two_rows(sample_index=1)))
+    assert taught(both) == both
+    half = group_of(trainers_kit.taught(one_row()), two_rows(sample_index=1), lost=[no_row(sample_index=2)])
+    assert [member.why for member in taught(half).members] == [None, "lost: no logprobs of its teacher", None]
 
 
 def test_a_lost_session_is_no_reward(node: Node) -> None:

@@ -50,3 +50,14 @@ def test_each_steps_weights_go_to_the_node(made: dict[str, Any]) -> None:
     assert version.endswith("-4")
     assert said["settings"]["model"] == "/model"
     assert said["left"] == []
+
+
+def test_a_policy_with_lora_is_an_adapter_that_the_tasks_name(made: dict[str, Any]) -> None:
+    name, version, tensors, rank = made["weights"]["adapter"]
+    assert (name, version[-2:], rank, len(tensors)) == ("r", "-4", 2, 8)
+    assert all(
+        each.startswith("base_model.model.model.layers.") and ".q_proj.lora_" in each for each in tensors
+    )
+    none, named, refused = made["adapters"]
+    assert (none, named) == (None, "r")
+    assert "use trainer.strategy=fsdp" in refused

@@ -9,7 +9,7 @@ from plugin_kit import run_program
 import polarnode
 from polarnode.core.errors import Refused
 from polarnode.integrations.rollout_tasks import PluginSettings
-from polarnode.integrations.tinker import train
+from polarnode.integrations.tinker import adapter_weights, train
 
 TINY = Path(polarnode.__file__).parent / "models" / "tiny"
 
@@ -26,6 +26,20 @@ def test_the_next_sessions_come_from_the_weights_of_the_step_before(looped: Any)
     assert max(served) < 1e-4
     assert frozen[0] < 1e-4
     assert min(frozen[1:]) > 1e-2  # what a policy that nobody serves looks like
+
+
+def test_tinkers_adapter_itself_is_served_and_samples_what_the_tasks_name(looped: Any) -> None:
+    found = looped["adapted"]
+    assert len(found["steps"]) == 2
+    assert max(step["worst"] for step in found["steps"]) < 1e-4
+    assert [version.rpartition("-")[2] for version in found["versions"]] == ["0", "1", "2"]
+    assert [path.removeprefix("tinker://run/") for path in found["saved"]] == found["versions"]
+    assert set(found["adapters"]) == {"words"}
+
+
+def test_an_adapter_that_no_task_names_is_refused() -> None:
+    with pytest.raises(Refused, match="names no adapter"):
+        adapter_weights(PluginSettings(), "m")
 
 
 def test_every_sampled_token_of_usable_sessions_gets_a_gradient_and_no_other(looped: Any) -> None:
@@ -56,6 +70,11 @@ def test_rows_of_every_shape_are_datums_and_every_sampled_token_is_in_one(looped
         [0, 0, 0.25],
     ]
     assert [each["input"] for each in looped["shapes"][1:3]] == [[10, 11, 12, 20], [13, 14, 22, 23]]
+
+
+def test_a_teachers_reverse_kl_is_added_to_the_advantages(looped: Any) -> None:
+    """thinking-machines-lab/tinker-cookbook 9dfcc3a2, `incorporate_kl_penalty` of distillation/train_on_policy.py."""
+    assert looped["distilled"] == [[0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5], [0, 0.5, 0.5], [0, 0, 0.5]]
 
 
 def test_a_step_takes_the_next_rows_of_the_dataset(looped: Any) -> None:

@@ -49,6 +49,20 @@ def test_weights_are_pushed_once_a_rollout(trained: Any) -> None:
     assert [name.rpartition("-")[2] for name in trained["stock"]["folders"]] == ["0", "1", "2"]
 
 
+def test_a_peft_config_trains_an_adapter_that_is_served_alone(trained: Any) -> None:
+    """No checkpoint is written: four optimizer steps are three versions of an adapter, which the tasks name."""
+    found = trained["adapter"]
+    pushed = [line[WORST] for line in found["log"] if WORST in line]
+    assert len(pushed) == 2
+    assert max(pushed) < 1e-4
+    assert found["served_at_the_end"]
+    assert {each["adapter"] for each in found["tasks"]} == {"trainer"}
+    assert [name.rpartition("-")[2] for name in found["adapters"]] == ["0", "1", "2"]
+    assert found["folders"] == []
+    assert {each["adapter"] for each in trained["stock"]["tasks"]} == {""}
+    assert trained["stock"]["adapters"] == []
+
+
 def test_a_rows_column_is_its_task_and_a_group_is_one_task(trained: Any) -> None:
     tasks = trained["stock"]["tasks"]
     assert sorted(each["instruction"] for each in tasks) == ["do 0", "do 1", "do 2", "do 3"]
@@ -138,12 +152,6 @@ def test_a_streaming_dataset_with_tasks_is_refused() -> None:
     dataset = SimpleNamespace(column_names=["prompt", "extra_info"])
     with pytest.raises(Refused, match="streaming dataset"):
         PolarnodeRollout(task=TASK)(["do it"], trainer_of(dataset))
-
-
-def test_an_adapter_is_refused_before_anything_is_sampled() -> None:
-    model = SimpleNamespace(training=True, peft_config={})
-    with pytest.raises(Refused, match="a node takes whole weights"):
-        PolarnodeRollout(task=TASK)(["do it"], trainer_of(Table({"prompt": "x"}), model=model))
 
 
 def test_a_way_to_push_that_does_not_exist_is_refused() -> None:

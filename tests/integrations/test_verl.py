@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from plugin_kit import run_program
-from trainers_kit import one_row, two_rows
+from trainers_kit import one_row, taught, two_rows
 from verl_program import ROW, versions
 
 from polarnode.trainers import verl
@@ -32,8 +32,12 @@ def test_a_session_that_is_not_usable_is_no_reward_of_zero(made: dict[str, Any])
 
 
 def test_verls_worker_puts_what_our_rows_of_the_queue_have(made: dict[str, Any]) -> None:
-    """The fields that V1 reads back: `uid` for the group, `data_source` and `reward_model` of its metrics."""
-    for place, session in enumerate((one_row(), two_rows(reward=0.0, lineage_rewards={1: 5.0}))):
+    """The fields that V1 reads back: `uid` for the group, `data_source` and `reward_model` of its metrics, and
+    of a session with a teacher its logprobs in every row.
+    """
+    assert "teacher_logprobs" not in made["fields"]["u1_0_0"]
+    assert made["fields"]["u1_1_1"]["teacher_logprobs"] == [[0], [0], [-1.25], [0]]
+    for place, session in enumerate((one_row(), taught(two_rows(reward=0.0, lineage_rewards={1: 5.0})))):
         plain = versions(session, "")
         for ours in verl.transfer_rows(plain, uid="u1", global_steps=9, prompt=ROW, session=place):
             theirs = made["fields"][ours["key"]]
@@ -69,6 +73,12 @@ def test_rank_0_sends_the_weights_and_every_rank_gathers_them(made: dict[str, An
     assert version.endswith("-1")
     assert (names, settings) == (["a", "b", "c"], {"folder": "/steps", "model": "/model"})
     assert said["gathered"][3:6] == [[1, "a"], [1, "b"], [1, "c"]]
+
+
+def test_an_adapter_is_sent_without_its_base_and_the_tasks_name_it(made: dict[str, Any]) -> None:
+    name, version, names, config = made["weights"]["adapter"]
+    assert (name, version[-2:], names, config) == ("r", "-1", ["a", "b", "c"], {"r": 8})
+    assert made["adapters"] == [None, "r", "r", None]
 
 
 def test_a_refused_update_leaves_no_rank_waiting(made: dict[str, Any]) -> None:

@@ -408,7 +408,8 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
     )
     for table, column in came_with_3 + came_with_4 + came_with_5:
         db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-    for table in ("weights", "callbacks", "callback_urls", "marks"):  # these with 4
+    # the first four with 4, the others with 6
+    for table in ("weights", "callbacks", "callback_urls", "marks", "evaluations", "evaluated"):
         db.execute(f"DROP TABLE {table}")
     db.execute("PRAGMA user_version = 1")
     db.commit()

@@ -1,7 +1,7 @@
 """A journal of every schema version is opened, migrated, recovered, streamed and exported by today's code.
 
 `tests/data/journals/v<N>/journal.sqlite.gz` were written by the code of these commits: version 1 by 12656a6,
-2 by ec9f332, 4 by 6b5b2a3, 5 by the commit that added checksums. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
+2 by ec9f332, 4 by 6b5b2a3, 5 by the commit that added checksums, 6 by the commit that added teachers' logprobs. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
 the step from 3 to 4 was then undone with DROP COLUMN and DROP TABLE.
 
 Each holds a finished task of two samples (`over`: sessions `a` and `b`), a task that was running when the
@@ -86,6 +86,9 @@ def finished(version: int) -> tuple[Trajectory, Trajectory]:
         a = attrs.evolve(a, traces=(attrs.evolve(a.traces[0], top=top),))
     if version >= 3:
         first = attrs.evolve(first, new_messages=NewMessages(messages=(Message(role="user", text="do it"),)))
+    if version >= 6:
+        scored = attrs.evolve(a.traces[0], teacher_logprobs=floats([0.0] * 4 + [-0.75] * 3))
+        a = attrs.evolve(a, traces=(scored,))
     return attrs.evolve(a, turns=(first, *others)), b
 
 

@@ -23,7 +23,7 @@ from unittest.mock import MagicMock
 
 import torch
 from attrs import evolve
-from trainers_kit import group_of, make_turn, no_row, one_row, publish, two_rows
+from trainers_kit import group_of, make_turn, no_row, one_row, publish, taught, two_rows
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
@@ -100,12 +100,17 @@ class Engine:
         assert logits.grad is not None
         moved = logits.grad.abs().sum(-1) > 0
         trained = packed["loss_mask"].bool()
+        teacher = packed.get("teacher_logp")
         self.seen.append(
             {
                 "weight": int(loss_weight_fn(packed)),
                 "tokens": labels[trained].tolist(),
                 "moved": labels[moved].tolist(),
                 "moved_untrained": int((moved & ~trained).sum()),
+                "teacher": None if teacher is None else teacher[trained].tolist(),
+                "up": [
+                    float(-logits.grad[place, label]) for place, label in enumerate(labels) if trained[place]
+                ],
             }
         )
         return {}
@@ -138,6 +143,7 @@ def groups() -> dict[str, Group]:
     return {
         "one": group_of(*one, lost=[lost]),
         "two": group_of(*two),
+        "taught": group_of(taught(one_row()), taught(two_rows(sample_index=1))),
         "nothing": group_of(lost=[lost]),
         "dropped": evolve(group_of(*two), state="dropped", reason="uniform reward"),
     }
@@ -241,6 +247,20 @@ def main() -> None:
     found = asyncio.run(
         episodes(of["infra.workflow_executor"], of["infra.remote_inf_engine"], context, workflow)
     )
+    # before the others: AReaL compares what a batch logs with the first batch that it ever logged
+    weighed = kind(
+        task={"harness": {"name": "pi"}},
+        samples=4,
+        temperature=0.5,
+        rl_loss_weight=0.0,
+        distill_loss_weight=1.0,
+    )
+    context.set(context.WorkflowContext(is_eval=False, task_id=2))
+    rows = asyncio.run(weighed.arun_episode(Inference(), {"prompt": "taught"}))
+    assert of["infra.workflow_executor"].check_trajectory_format(rows, logger=logging.getLogger())
+    distilled = trained_by(
+        of["trainer.ppo.actor"], of["api.cli_args"], of["utils.data"], [rows], turns="--turns" in sys.argv
+    )
     rollouts = [dict(found["one"]), dict(found["two"])]
     trained = trained_by(
         of["trainer.ppo.actor"], of["api.cli_args"], of["utils.data"], rollouts, turns="--turns" in sys.argv
@@ -254,6 +274,7 @@ def main() -> None:
         "grouped": len(found["grouped"]["input_ids"]),
         "rewards": [{key: list(value) for key, value in each.items()} for each in scopes],
         "tasks": [(each.num_samples, each.sampling.temperature) for each in StandIn.tasks],
+        "distilled": distilled["batches"],
         **trained,
     }
     json.dump(answer, output)

@@ -22,15 +22,17 @@ from plane_kit import ANYWHERE, CONTEXT
 from tokens_kit import model
 
 from polarnode.api.app import Extension, create_app
-from polarnode.api.routes import CaptureRoutes
+from polarnode.api.routes import CaptureRoutes, EvaluationRoutes, ScoreRoutes
 from polarnode.core.ports import Engine
+from polarnode.engine.scoring import Scoring
 from polarnode.gateway.call import Model
-from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
+from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
-from polarnode.http.server import open_server
+from polarnode.http.server import Certificate, open_server
 from polarnode.integrations.polar import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import Captures
+from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.support.concurrency import PrioritySemaphore
@@ -64,13 +66,21 @@ class Desk:
 
 
 @asynccontextmanager
-async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIterator[Desk]:
+async def open_desk(
+    folder: Path,
+    engine: Engine,
+    *,
+    limit: int = 8,
+    certificate: Certificate | None = None,
+    scoring: Scoring | None = None,
+) -> AsyncIterator[Desk]:
     """Captures of a node that has nothing else. What is open at the end is left so, as by a node that
-    dies.
+    dies. With a certificate they are for other machines too.
     """
     served, tally, sessions_by_key = model(), NodeCounters(), LiveSessions()
     plane = ModelPlane(
         sessions=sessions_by_key,
+        recordings=Recordings(folder / "requests"),
         model=Model(
             engine=engine,
             template=served.template,
@@ -83,7 +93,9 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
     )
     async with (
         open_journal(folder / "journal.sqlite", now=lambda: 1.0) as journal,
-        open_server(CaptureEndpoint(plane), ANYWHERE) as door,
+        open_server(
+            CaptureEndpoint(plane, public=certificate is not None), ANYWHERE, certificate=certificate
+        ) as door,
     ):
         services = NodeServices(
             identity=NodeIdentity(node="node-0", model="tiny"),
@@ -93,7 +105,7 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
                 live=PrioritySemaphore(limit=0),
                 init=PrioritySemaphore(limit=0),
                 run=PrioritySemaphore(limit=0),
-                post=PrioritySemaphore(limit=0),
+                post=PrioritySemaphore(limit=1),  # of evaluations again
             ),
             serve_endpoint=no_container,
             context_length=CONTEXT,
@@ -102,6 +114,7 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
             drops_thinking=served.template.drops_thinking_before,
             judge=no_container,
             tally=tally,
+            scoring=scoring or Scoring(),
         )
         async with trio.open_nursery() as nursery:
             captures = Captures(
@@ -110,11 +123,18 @@ async def open_desk(folder: Path, engine: Engine, *, limit: int = 8) -> AsyncIte
                 registry=SessionRegistry(services),
                 sessions_by_key=sessions_by_key,
                 journal=journal,
-                base_url=f"http://{door.host}:{door.port}",
+                base_url=f"http{'' if certificate is None else 's'}://{door.host}:{door.port}",
+                port=door.port,
                 limit=limit,
             )
             service = TaskTaker(journal=journal, captures=captures)
-            rows = tuple(CaptureRoutes(captures=captures).rows())
+            evaluations = Evaluations(services=services, journal=journal, workers=1)
+            nursery.start_soon(evaluations.run, trio.Event())
+            rows = (
+                *CaptureRoutes(captures=captures).rows(),
+                *EvaluationRoutes(evaluations=evaluations).rows(),
+                *ScoreRoutes(scoring=services.scoring).rows(),
+            )
             app = create_app(
                 service, token="secret", extensions=[Extension(rows=rows), polar_extension(service)]
             )

@@ -15,12 +15,13 @@ from attrs import define, field, frozen
 
 from polarnode.api.app import Extension, create_app
 from polarnode.api.metrics import Figures
-from polarnode.api.routes import CaptureRoutes, WeightsRoutes
+from polarnode.api.routes import AdapterRoutes, CaptureRoutes, EvaluationRoutes, ScoreRoutes, WeightsRoutes
 from polarnode.api.service import Submitted
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, DiskFull, PolarnodeError
 from polarnode.core.task import TaskSpec
 from polarnode.engine.routing import EngineStatistics
+from polarnode.engine.scoring import Scoring
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar import polar_extension
 from polarnode.integrations.sglang import sglang_extension
@@ -121,12 +122,17 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
     yield Extension(
         rows=(
             *WeightsRoutes(weights=NoWeights(), control=NoWeights()).rows(),  # type: ignore[arg-type]
+            *AdapterRoutes(store=NoWeights()).rows(),  # type: ignore[arg-type]
             *CaptureRoutes(captures=NoCaptures()).rows(),  # type: ignore[arg-type]
+            *EvaluationRoutes(evaluations=NoWeights()).rows(),  # type: ignore[arg-type]
+            *ScoreRoutes(scoring=Scoring()).rows(),
         )
     )
     yield polar_extension(TaskTaker(journal=journal))
     nothing: Any = NoWeights()
-    yield sglang_extension(TaskTaker(journal=journal), weights=nothing, control=nothing, memory_saver=False)
+    yield sglang_extension(
+        TaskTaker(journal=journal), weights=nothing, control=nothing, adapters=nothing, memory_saver=False
+    )
 
 
 @frozen(kw_only=True)

@@ -142,7 +142,7 @@ class MemoryRuntime:
         await trio.lowlevel.checkpoint()
         left_out, kept = [], {}
         for path in paths:
-            whole = (path if path.startswith("/") else f"{self.workdir}/{path}").rstrip("/")
+            whole = (path if path.startswith("/") else f"{self.workdir}/{path}").rstrip("/.")
             found = {
                 name: content
                 for name, content in self.files.items()
@@ -164,6 +164,16 @@ class MemoryRuntime:
             for name, content in self.files.items()
             if name.startswith(here)
         }
+
+    async def restore_workdir(self, kept: Path) -> None:
+        await trio.lowlevel.checkpoint()
+        self.files = {
+            name: each for name, each in self.files.items() if not name.startswith(f"{self.workdir}/")
+        }
+        with tarfile.open(kept) as archive:
+            for entry in archive:
+                if entry.isfile() and entry.name.startswith("./"):
+                    self.files[f"{self.workdir}/{entry.name[2:]}"] = archive.extractfile(entry).read()  # type: ignore[union-attr]
 
     async def end_processes(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -535,6 +545,17 @@ async def contract_what_is_to_be_kept_is_kept(runtime: MemoryRuntime) -> None:
     assert found == {"out/a": b"one", "out/b/c": b"two", "srv/log": b"three"}
     assert (kept.files, kept.bytes, kept.left_out) == (3, 11, ("none: No such file or directory",))
     assert kept.metrics()["files"] == 3
+
+
+async def contract_a_kept_workdir_is_made_again(runtime: MemoryRuntime) -> None:
+    await runtime.put({"/work/a": b"one", "/work/deep/er/b": b"two"})
+    with tempfile.TemporaryDirectory() as folder:
+        kept = (await runtime.collect(["."], Path(folder) / "kept.tar")).path
+        await runtime.put({"/work/a": b"changed", "/work/later": b"x", f"{runtime.home}/c": b"stays"})
+        await runtime.restore_workdir(kept)
+    found = [await runtime.read(path) for path in ("/work/a", "/work/deep/er/b", "/work/later")]
+    assert found == [b"one", b"two", None]
+    assert await runtime.read(f"{runtime.home}/c") == b"stays"
 
 
 async def contract_nothing_was_ended(runtime: MemoryRuntime) -> None:

@@ -24,9 +24,8 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.trajectory import NewMessages, Turn, TurnState, VersionSpan
 from polarnode.merge.attach import Plan
-from polarnode.merge.figures import DIVERGED, word_of
+from polarnode.merge.figures import DIVERGED, new_messages_of, word_of
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.transcript import new_messages_of
 
 SECRET = b"merge toys, thirty-two bytes ok."
 HEAD, START, END, ASK = 1, 2, 3, 4

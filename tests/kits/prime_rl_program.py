@@ -20,8 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from areal_program import Absent
-from trainers_kit import make_turn, no_row, one_row, publish, two_rows
+from safetensors.torch import save_file
+from trainers_kit import make_turn, no_row, one_row, publish, taught, two_rows
 
 from polarnode.client import ClientError
 from polarnode.core.trajectory import Trajectory
@@ -39,7 +41,8 @@ UNUSED = (
     "torchtitan",
     "ring_flash_attn",
 )
-TASKS = ("one", "two", "sliced", "zero", "unscored", "lost", "wrong")
+PEFT_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+TASKS = ("one", "two", "sliced", "zero", "unscored", "lost", "wrong", "taught")
 
 
 def sliced(**more: Any) -> Trajectory:
@@ -55,6 +58,7 @@ SESSIONS = {
     "two": two_rows(session_id="two", reward=0.25, lineage_rewards={1: 0.0}),
     "sliced": sliced(session_id="sliced", reward=0.5),
     "zero": one_row(session_id="zero", reward=0.0),
+    "taught": taught(one_row(session_id="taught")),
     "unscored": no_row(session_id="unscored", status="failed"),
 }
 
@@ -115,7 +119,12 @@ def told(episode: Any) -> dict[str, Any]:
         "turns": trace.num_turns,
         "output_tokens": trace.num_output_tokens,
         "branches": [
-            {"ids": one.token_ids, "mask": one.sampled_mask, "logprobs": one.logprobs}
+            {
+                "ids": one.token_ids,
+                "mask": one.sampled_mask,
+                "logprobs": one.logprobs,
+                "reference": one.reference_logprobs,
+            }
             | {"experts": None if one.routed_experts is None else list(one.routed_experts.shape)}
             for one in trace.branches
         ],
@@ -176,6 +185,9 @@ class NodeOfWeights:
             raise ClientError("a tensor is missing", status=400, type="invalid")
         self.served.append([version, mode, sorted(each.name for each in path.iterdir())])
 
+    def push_adapter(self, name: str, version: str, named: Any, *, config: Any) -> None:
+        self.served.append([version, name, sorted(named), config["r"]])
+
 
 def relayed(plugin: Any) -> list[Any]:
     """What prime-rl's orchestrator gets: its start, an update, and updates that a node cannot follow."""
@@ -187,9 +199,14 @@ def relayed(plugin: Any) -> list[Any]:
         for step, marked in ((3, True), (4, False), (9, True)):
             broadcast = Path(folder, f"broadcasts/step_{step}")
             broadcast.mkdir(parents=True)
+            if step == 3:  # as a broadcast of LoRA, too
+                names = ("model.layers.0.self_attn.q_proj.lora_A.weight", PEFT_NAME)
+                save_file({name: torch.zeros(1) for name in names}, broadcast / "adapter_model.safetensors")
+                (broadcast / "adapter_config.json").write_text('{"r": 8}')
             if marked:
                 (broadcast / "STABLE").touch()
                 os.utime(broadcast / "STABLE", (1700000000, 1700000000))
+        plugin.push_adapter = NodeOfWeights.push_adapter
         relay = plugin.Relay(NodeOfWeights(), model, "r")
         with plugin.serve(relay, "127.0.0.1", 0) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -203,6 +220,14 @@ def relayed(plugin: Any) -> list[Any]:
                 ("POST", "/update_weights", {"weight_dir": None}),
                 ("POST", "/resume", None),
                 ("POST", "/init_broadcaster", {"host": "h"}),
+                *(
+                    (
+                        "POST",
+                        "/load_lora_adapter",
+                        {"lora_name": "a", "lora_path": f"{folder}/broadcasts/step_{step}"},
+                    )
+                    for step in (3, 4)
+                ),
             ]
             for method, path, body in requests:
                 ask.request(method, path, None if body is None else json.dumps(body))

@@ -1,6 +1,10 @@
-"""A stand-in for a node that samples with whatever weights it was given, for the loops of trainers' plug-ins."""
+"""A stand-in for a node that samples with whatever weights or adapter it was given, for the loops of trainers'
+plug-ins.
+"""
 
+import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,12 +17,16 @@ SAMPLED = 6  # tokens of a turn
 
 
 class StandIn:
-    """A node: it loads a folder, or tensors, and its sessions are sampled by that model."""
+    """A node: it loads a folder, tensors, or adapters, and its sessions are sampled by that model, or by the
+    adapter that their task names.
+    """
 
     def __init__(self, folder: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.load = AutoModelForCausalLM.from_pretrained
+        self.load, self.folder = AutoModelForCausalLM.from_pretrained, folder
+        self.adapters: dict[str, tuple[Any, str]] = {}
+        self.versions: list[str] = []  # of adapters
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model, self.version = self.load(folder, dtype=torch.float32), "0"
         self.tasks: list[dict[str, Any]] = []
@@ -33,13 +41,27 @@ class StandIn:
         self.model.load_state_dict({name: tensor.clone() for name, tensor in named.items()}, strict=False)
         self.version = version
 
+    def send_adapter(self, name: str, version: str, body: bytes) -> None:
+        """Read as peft reads it."""
+        from peft import PeftModel  # type: ignore[import-not-found]
+
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        with TemporaryDirectory() as folder:
+            Path(folder, "adapter_model.safetensors").write_bytes(body)
+            Path(folder, "adapter_config.json").write_text(header["__metadata__"]["adapter_config"])
+            base = self.load(self.folder, dtype=torch.float32)
+            self.adapters[name] = PeftModel.from_pretrained(base, folder).eval(), version
+        self.versions.append(version)
+
     def groups(self, settings: Any, specs: Any) -> list[Group]:
         return [self.group(spec) for spec in specs]
 
     def group(self, spec: Any) -> Group:
         """The first session of each group is lost; the last has two rows."""
         used = {name: getattr(spec.sampling, name) for name in ("temperature", "top_p", "top_k")}
-        self.tasks.append({"instruction": spec.instruction, "samples": spec.num_samples, **used})
+        used |= {"instruction": spec.instruction, "samples": spec.num_samples, "adapter": spec.adapter}
+        self.tasks.append(used)
+        self.sampler = self.adapters[spec.adapter] if spec.adapter else (self.model, self.version)
         self.temperature = spec.sampling.temperature
         count = spec.num_samples
         scored = [self.session(spec, number, several=number == count - 1) for number in range(1, count)]
@@ -60,21 +82,18 @@ class StandIn:
         )
 
     def turn(self, index: int, parent: Any, delta: list[int], **more: Any) -> Any:
+        model, version = self.sampler
         before = [] if parent is None else [*self.row, *delta]
         self.row = before or list(delta)
         sampled, logprobs = [], []
         for _ in range(SAMPLED):
             chances = (
-                self.model(torch.tensor([self.row]))
-                .logits[0, -1]
-                .float()
-                .div(self.temperature)
-                .log_softmax(-1)
+                model(torch.tensor([self.row])).logits[0, -1].float().div(self.temperature).log_softmax(-1)
             )
             token = int(torch.multinomial(chances.exp(), 1))
             sampled.append(token)
             logprobs.append(float(chances[token]))
             self.row.append(token)
         return make_turn(
-            index, parent, delta, sampled, logprobs=logprobs, versions=[(self.version, SAMPLED)], **more
+            index, parent, delta, sampled, logprobs=logprobs, versions=[(version, SAMPLED)], **more
         )

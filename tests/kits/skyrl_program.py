@@ -21,13 +21,15 @@ import numpy as np
 import torch
 from attrs import evolve
 from trainers_kit import no_row, one_row, two_rows
-from trainers_program import taken
+from trainers_program import ORACLES, taken
 from verl_program import Plain, methods
 
+from polarnode.core.errors import Refused
 from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups import Group, facts_of, judged
 from polarnode.integrations.rollout_tasks import PluginSettings
+from polarnode.node.config import TINY_MODEL
 
 TRAIN = "skyrl/train/"
 
@@ -192,6 +194,32 @@ def advantages(output: Any, step_wise: bool) -> list[list[float]]:
 # ── weights ───────────────────────────────────────────────────────────────────
 
 
+def export_adapter(model: str, folder: str, tokenizer: Any) -> None:
+    """What SkyRL's FSDP strategy does of a policy with LoRA: PEFT's own `save_pretrained`, with all tensors."""
+    sys.path.append(str(ORACLES))
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    policy = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    policy.save_pretrained(folder, state_dict=policy.state_dict(), safe_serialization=True)
+
+
+def settings_of(plug: Any, rank: int, strategy: str) -> Any:
+    """The adapter that the tasks of a run name, or why the run is refused."""
+    cfg = SimpleNamespace(
+        polarnode={"folder": "/steps", "run": "r"},
+        trainer=SimpleNamespace(
+            placement=SimpleNamespace(colocate_all=False), strategy=strategy,
+            policy=SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=rank))),
+        ),
+    )  # fmt: skip
+    try:
+        return plug.read_settings(cfg)[0].template.get("adapter")
+    except Refused as error:
+        return str(error)
+
+
 def weights(plug: Any) -> dict[str, Any]:
     """The trainer's hook: what its dispatch exports goes to the node."""
     found: dict[str, Any] = {}
@@ -215,6 +243,11 @@ def weights(plug: Any) -> dict[str, Any]:
     trainer.polarnode, trainer.weights = PluginSettings(run="r"), {"folder": str(folder)}
     trainer.init_weight_sync_state()
     asyncio.run(trainer.dispatch.save_weights_for_sampler())
+    trainer.dispatch.save_hf_model = export_adapter
+    plug.push_adapter = lambda client, name, version, named, *, config: found.update(
+        adapter=[name, version, [name for name, _ in named], config["r"]]
+    )
+    trainer._push()
     return found | {"left": [each.name for each in folder.iterdir()]}
 
 
@@ -236,6 +269,7 @@ def main() -> None:
         "step_wise": generated(plug, several, True),
         "rows": generated(plug, single, False),
         "weights": weights(plug),
+        "adapters": [settings_of(plug, *each) for each in ((0, "megatron"), (2, "fsdp"), (2, "megatron"))],
     }
     json.dump(said, sys.stdout)
 

@@ -7,6 +7,7 @@ that never reach the node (`frozen`), and of each Datum the positions that got a
 
 import inspect
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from attrs import asdict
 from sampling_node import StandIn
-from trainers_kit import group_of, make_turn, no_row, one_row, publish, two_rows
+from trainers_kit import group_of, make_turn, no_row, one_row, publish, taught, two_rows
 
 from polarnode.integrations import tinker as plugin
 from polarnode.integrations.rollout_tasks import PluginSettings
@@ -35,10 +36,14 @@ class Cloud:
     `importance_sampling`; AdamW.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, lora: bool = False) -> None:
+        from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if lora:
+            config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            self.model = get_peft_model(self.model, config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0)
         self.taught: list[dict[str, Any]] = []
 
@@ -64,6 +69,10 @@ class Cloud:
             loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics={"loss:sum": total}
         )
         return SimpleNamespace(result=lambda: found)
+
+    def save_weights_for_sampler(self, name: str) -> Any:
+        taken("save_weights_for_sampler", name)
+        return SimpleNamespace(result=lambda: SimpleNamespace(path=f"tinker://run/{name}"))
 
     def optim_step(self, optim_params: Any) -> Any:
         from tinker.types import AdamParams
@@ -100,6 +109,43 @@ def looped(folder: str, *, served: bool) -> Any:
     return {"steps": [asdict(step) for step in steps], "taught": cloud.taught, "tasks": node.tasks}
 
 
+def adapted(folder: str) -> Any:
+    """The loop with `adapter_weights`. The cookbook's two functions are stand-ins: Tinker's archive is PEFT's folder
+    here, and what `build_lora_adapter` writes is the same.
+    """
+    from tinker.types import AdamParams
+
+    node, cloud = StandIn(folder), Cloud(folder, lora=True)
+    plugin.rollout_groups = node.groups  # type: ignore[assignment]
+    plugin.PolarnodeClient = lambda *_, **__: node  # type: ignore[assignment, misc]
+    saved: list[str] = []
+
+    def download(*, tinker_path: str, output_dir: str) -> str:
+        saved.append(tinker_path)
+        cloud.model.save_pretrained(output_dir)
+        return output_dir
+
+    def build_lora_adapter(*, base_model: str, adapter_path: str, output_path: str) -> None:
+        assert (base_model, Path(output_path).exists()) == (folder, False)
+        shutil.copytree(adapter_path, output_path)
+
+    weights = SimpleNamespace(download=download, build_lora_adapter=build_lora_adapter)
+    sys.modules["tinker_cookbook"] = SimpleNamespace(weights=weights)  # type: ignore[assignment]
+    settings = PluginSettings(template={"harness": {"name": "pi"}, "adapter": "words"})
+    steps = plugin.train(
+        cloud,
+        [{"prompt": f"task {number}"} for number in range(3)],
+        weights=plugin.adapter_weights(settings, folder),
+        steps=2,
+        prompts=2,
+        samples=4,
+        adam=AdamParams(learning_rate=1e-2),
+        settings=settings,
+    )
+    found = {"steps": [asdict(step) for step in steps], "versions": node.versions, "saved": saved}
+    return found | {"adapters": [each["adapter"] for each in node.tasks]}
+
+
 def shapes() -> Any:
     """What becomes of a group of sessions of every shape: experts, slices, two rows, and none."""
     cut = make_turn(0, None, [10, 11, 12], [20, 21])
@@ -116,6 +162,13 @@ def shapes() -> Any:
     ]
 
 
+def distilled() -> Any:
+    """Of a group of equal rewards, whose teacher is surer of every token."""
+    group = group_of(taught(one_row()), taught(two_rows(sample_index=1)))
+    data = plugin.data_of([group], kl_penalty_coef=2.0)
+    return [datum.loss_fn_inputs["advantages"].tolist() for datum in data]
+
+
 def main() -> None:
     asked = json.load(sys.stdin)
     output = sys.stdout
@@ -126,7 +179,9 @@ def main() -> None:
     answer = {
         "served": looped(folder, served=True),
         "frozen": looped(folder, served=False),
+        "adapted": adapted(folder),
         "shapes": shapes(),
+        "distilled": distilled(),
     }
     json.dump(answer, output)
 

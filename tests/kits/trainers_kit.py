@@ -5,6 +5,7 @@ and held to our own laws.
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import evolve
 from hypothesis import strategies as st
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
@@ -124,6 +125,16 @@ def two_rows(**more: Any) -> Trajectory:
     first = make_turn(0, None, [10, 11], [20, 21])
     other = make_turn(1, None, [30, 31, 32], [40], versions=[("8", 1)], lineage=1)
     return publish([first, other], **more)
+
+
+def taught(trajectory: Trajectory) -> Trajectory:
+    """The session with the logprobs of a teacher that is a quarter of a nat surer of every trained token."""
+    traces = []
+    for trace in trajectory.traces:
+        pairs = zip(trace.logprobs, trace.loss_mask, strict=True)
+        said = floats(value + 0.25 if trained else 0.0 for value, trained in pairs)
+        traces.append(evolve(trace, teacher_logprobs=said))
+    return evolve(trajectory, traces=tuple(traces))
 
 
 def no_row(status: Any = "error", **more: Any) -> Trajectory:

@@ -43,8 +43,7 @@ def told(value: Any) -> Any:
     return [told(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def verl(rows: list[Any]) -> Any:
-    """AgentLoopOutput, strictly, and what verl's own `as_dict` makes of it."""
+def _agent_loop_output() -> Any:
     import typing
 
     import pydantic
@@ -59,10 +58,37 @@ def verl(rows: list[Any]) -> Any:
     found = taken(
         "verl/experimental/agent_loop/agent_loop.py", "AgentLoopMetrics", "AgentLoopOutput", **needs
     )
-    kind = found["AgentLoopOutput"]
+    return found["AgentLoopOutput"]
+
+
+def verl(rows: list[Any]) -> Any:
+    """AgentLoopOutput, strictly, and what verl's own `as_dict` makes of it."""
+    kind = _agent_loop_output()
     unknown = {name for row in rows for name in row} - set(kind.model_fields)
     assert not unknown, unknown
     return [told(kind.model_validate(row, strict=True).as_dict()) for row in rows]
+
+
+def verl_teacher(rows: list[Any]) -> Any:
+    """What verl's estimators of the reverse KL read of a batch of these rows: `teacher_logprobs` behind its own
+    `as_dict` and its cut to responses, padded with 0.
+    """
+    import torch
+
+    for row in rows:
+        for name, kind in (("teacher_ids", torch.int32), ("teacher_logprobs", torch.float32)):
+            row["extra_fields"][name] = torch.tensor(row["extra_fields"][name], dtype=kind)
+    fields = [_agent_loop_output().model_validate(row, strict=True).as_dict() for row in rows]
+    none = SimpleNamespace(get_non_tensor_data=lambda data, key, default: default)
+    needs = {"torch": torch, "F": torch.nn.functional, "tu": none, "TensorDict": dict}
+    cut = taken("verl/workers/utils/padding.py", "no_padding_2_padding", **needs)["no_padding_2_padding"]
+    names = ("prompts", "responses", "teacher_ids", "teacher_logprobs")
+    data = {
+        name: torch.nested.as_nested_tensor([each[name] for each in fields], layout=torch.jagged)
+        for name in names
+    }
+    assert not any("teacher" in name for each in fields for name in each["extra_fields"])
+    return {name: cut(data[name], data).squeeze(-1).tolist() for name in names[2:]}
 
 
 def skyrl(output: dict[str, Any]) -> Any:
@@ -195,8 +221,36 @@ def trl_async(rows: dict[str, Any]) -> Any:
     }
 
 
+def trl_distillation(rows: list[Any]) -> Any:
+    """What `AsyncDistillationTrainer` reads with `beta=1.0`: the teacher's logprob of each sampled token, and
+    where it says one. JSON has no infinity, so a row's come as null.
+    """
+    import torch
+    from trl.experimental.async_distillation import async_distillation_trainer as trainer
+    from trl.experimental.async_distillation.async_rollout_worker import RolloutSample
+
+    found = []
+    for row in rows:
+        sample = RolloutSample(**row)
+        ids, logprobs = (
+            torch.tensor(sample.teacher_topk_ids),
+            torch.tensor(
+                [
+                    [-torch.inf if each is None else each for each in place]
+                    for place in sample.teacher_topk_logprobs
+                ]
+            ),
+        )
+        _, said, valid = trainer._narrow_top1_actual_support(
+            ids, logprobs, torch.tensor(sample.input_ids), ids != -1, 1.0
+        )
+        found.append({"logprobs": said[valid].tolist(), "places": valid[:, 0].int().tolist()})
+    return found
+
+
 CHECKS: dict[str, Callable[[Any], Any]] = {
-    "verl": verl, "skyrl": skyrl, "areal": areal, "tinker": tinker, "atropos": atropos, "trl_async": trl_async,
+    "verl": verl, "verl_teacher": verl_teacher, "skyrl": skyrl, "areal": areal, "tinker": tinker,
+    "atropos": atropos, "trl_async": trl_async, "trl_distillation": trl_distillation,
 }  # fmt: skip
 
 

@@ -34,16 +34,19 @@ def main() -> None:
         answer = {
             "stock": stock(asked["model"], f"{folder}/stock", "disk"),
             "frozen": stock(asked["model"], f"{folder}/frozen", "none"),
+            "adapter": stock(asked["model"], f"{folder}/adapter", "disk", adapter=True),
             "asynchronous": asynchronous(asked["model"], f"{folder}/async"),
         }
         json.dump(answer, output)
 
 
-def stock(model: str, folder: str, weights: str) -> Any:
+def stock(model: str, folder: str, weights: str, *, adapter: bool = False) -> Any:
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if adapter else None
     node = StandIn(model)
     plugin.rollout_groups = node.groups  # type: ignore[assignment]
     plugin.PolarnodeClient = lambda *_, **__: node  # type: ignore[assignment, misc]
@@ -59,6 +62,7 @@ def stock(model: str, folder: str, weights: str) -> Any:
             task={"harness": {"name": "pi"}}, weights=weights, importance_sampling=True
         ),
         train_dataset=Dataset.from_list(rows),
+        peft_config=lora,
         # a rollout of two groups of four, and two optimizer steps of two micro-batches on it
         args=GRPOConfig(
             output_dir=folder, use_cpu=True, bf16=False, report_to=[], num_generations=4, per_device_train_batch_size=2, gradient_accumulation_steps=2,
@@ -68,9 +72,11 @@ def stock(model: str, folder: str, weights: str) -> Any:
     )  # fmt: skip
     trainer.train()
     ended = trainer.model.state_dict()
-    same = all(torch.equal(each, ended[name]) for name, each in node.model.state_dict().items())
+    served = node.adapters["trainer"][0] if adapter else node.model
+    same = all(torch.equal(each, ended[name]) for name, each in served.state_dict().items())
     left = sorted(path.name for path in Path(folder, plugin.FOLDER).glob("*"))
-    return {"log": trainer.state.log_history, "tasks": node.tasks, "served_at_the_end": same, "folders": left}
+    found = {"log": trainer.state.log_history, "tasks": node.tasks, "served_at_the_end": same}
+    return found | {"folders": left, "adapters": node.versions}
 
 
 # ── async GRPO ────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ import numpy as np
 import pydantic
 import torch
 from attrs import evolve
-from trainers_kit import no_row, one_row, two_rows
+from trainers_kit import no_row, one_row, taught, two_rows
 from trainers_program import ORACLES, taken
 
 from polarnode.core.task import GroupSpec
@@ -155,11 +155,35 @@ def sessions() -> list[Trajectory]:
     sliced = {"train_roles": ["main"], "max_row_tokens": 7}
     return [
         versions(one_row(reward=1.0), "r-0a-"),
-        versions(two_rows(reward=0.0, lineage_rewards={1: 5.0}), "r-0a-"),
+        versions(taught(two_rows(reward=0.0, lineage_rewards={1: 5.0})), "r-0a-"),
         versions(one_row(reward=0.25, config=sliced), "r-0a-"),
         evolve(no_row("failed"), reward=0.0),
         no_row("interrupted"),
     ]
+
+
+# verl's model configurations: none of LoRA, FSDP's, Megatron's, and merged before it is sent
+MODELS: tuple[dict[str, Any], ...] = (
+    {"lora_rank": 0, "lora": {"rank": 0, "merge": False}},
+    {"lora_rank": 8, "lora": {"rank": 0, "merge": False}},
+    {"lora_rank": 0, "lora": {"rank": 8}},
+    {"lora_rank": 8, "lora": {"merge": True}},
+)
+
+
+async def adapter_of(plug: Any, model: dict[str, Any]) -> Any:
+    """The adapter that the tasks of a run name."""
+    actor = Plain(CONFIG.actor_rollout_ref) | {"model": Plain(model)}
+    config = Plain(CONFIG) | {"actor_rollout_ref": Plain(actor)}
+    return agent_loop(plug, Plain(config)).settings.template.get("adapter")
+
+
+def agent_loop(plug: Any, config: Any) -> Any:
+    return plug.PolarnodeAgentLoop(
+        trainer_config=SimpleNamespace(config=config), server_manager=None, dataset_cls=None, tools=None,
+        tokenizer=SimpleNamespace(pad_token_id=0), processor=None, hf_model_type=None, name="polarnode",
+        data_config=SimpleNamespace(config=config.data),
+    )  # fmt: skip
 
 
 async def rollouts(plug: Any, queue: Queue, node: Node) -> list[str]:
@@ -180,14 +204,9 @@ async def rollouts(plug: Any, queue: Queue, node: Node) -> list[str]:
         _compute_multi_modal_inputs=lambda *_: {},
         _compute_position_ids=lambda _, attention, __: torch.cumsum(attention, 1) - 1,
     )  # fmt: skip
-    wrap = SimpleNamespace(config=CONFIG)
     errors = []
     for place in range(len(node.sessions)):
-        tokenizer = SimpleNamespace(pad_token_id=0)
-        loop = plug.PolarnodeAgentLoop(
-            trainer_config=wrap, server_manager=None, tokenizer=tokenizer, processor=None, dataset_cls=None,
-            data_config=SimpleNamespace(config=CONFIG.data), hf_model_type=None, tools=None, name="polarnode",
-        )  # fmt: skip
+        loop = agent_loop(plug, CONFIG)
         try:
             outputs = await loop.run(dict(SAMPLING), session_id=place, **ROW)
         except plug.SessionLost as error:
@@ -291,17 +310,25 @@ def weights(plug: Any) -> dict[str, Any]:
             found["gathered"].append([rank, name])
             yield name, None
 
-    async def update(rank: int, step: int) -> None:
+    async def update(rank: int, step: int, config: Any = None, base: bool = True) -> None:
         mesh = SimpleNamespace(get_rank=lambda: rank)
         rollout = plug.NodeWeights(
             Plain(engine_kwargs={"polarnode": SETTINGS}), SimpleNamespace(local_path="/model"), mesh
         )
         await rollout.resume(["weights"])
-        await rollout.update_weights(tensors(rank), peft_config=None, base_sync_done=True, global_steps=step)
+        await rollout.update_weights(
+            tensors(rank), peft_config=config, base_sync_done=base, global_steps=step
+        )
 
-    plug.push_tensors = push
+    def push_adapter(client: Any, name: str, version: str, named: Any, *, config: Any) -> None:
+        found["adapter"] = [name, version, list(named), config]
+
+    plug.push_tensors, plug.push_adapter = push, push_adapter
     asyncio.run(update(0, 1))
     asyncio.run(update(1, 1))
+    asyncio.run(update(0, 1, {"r": 8}, False))  # verl sends the base before its first adapter
+    assert "adapter" not in found
+    asyncio.run(update(0, 1, {"r": 8}))
     found["before"] = len(found["gathered"])
     try:
         asyncio.run(update(0, 2))
@@ -325,6 +352,7 @@ def main() -> None:
     errors = asyncio.run(rollouts(plug, queue, node))
     [spec, *_] = node.specs
     said = {
+        "adapters": [asyncio.run(adapter_of(plug, each)) for each in MODELS],
         "errors": errors,
         "task": [
             spec.group_id,

@@ -16,7 +16,8 @@ from attrs import define, frozen
 from control_plane_parts import Caller, TaskTaker
 
 from polarnode.api.app import Extension, create_app
-from polarnode.api.routes import WeightsRoutes
+from polarnode.api.routes import AdapterRoutes, WeightsRoutes
+from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
@@ -41,6 +42,8 @@ class Plane:
     engines: Engines
     weights: Weights
     journal: Journal
+    adapters: AdapterStore
+    reports: list[str]
 
     async def update(self, version: str, source: dict[str, Any], mode: str = "in_place") -> dict[str, Any]:
         """New weights that must be served."""
@@ -64,21 +67,35 @@ async def open_weights_plane(
         open_weights(engines, journal, model=str(settings.model_path)) as weights,
     ):
         control, node = EngineControl(weights=weights, keeps=keeps), TaskTaker(journal=journal)
-        rows = tuple(WeightsRoutes(weights=weights, control=control).rows())
-        sglang = sglang_extension(node, weights=weights, control=control, memory_saver=False)
+        store = AdapterStore(
+            weights=weights, folder=journal_path.with_name("adapters"), reserve=0, rank=settings.lora_rank
+        )
+        sglang = sglang_extension(node, weights=weights, control=control, adapters=store, memory_saver=False)
+        reports: list[str] = []
+        await store.restore(reports.append)
+        rows = (*WeightsRoutes(weights=weights, control=control).rows(), *AdapterRoutes(store=store).rows())
         app = create_app(node, token="secret", extensions=[Extension(rows=rows), sglang])
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
-            yield Plane(Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal)
+            yield Plane(
+                Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal, store, reports
+            )
 
 
-def simulated_tiny(folder: Path) -> EngineSettings:
+def simulated_tiny(folder: Path, *, lora_rank: int = 0) -> EngineSettings:
     """A fast engine of random answers over the project's model."""
     model = load_model(TINY_MODEL)
     fast = Simulation(tokens_per_s=100, first_token_s=0, prefill_tokens_per_s=0)
     engine = Simulated(
         simulation=fast, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
     )
-    return EngineSettings(model_path=TINY_MODEL, device="cpu", gpus=(0,), state_dir=folder, simulated=engine)
+    return EngineSettings(
+        model_path=TINY_MODEL,
+        device="cpu",
+        gpus=(0,),
+        state_dir=folder,
+        simulated=engine,
+        lora_rank=lora_rank,
+    )
 
 
 def free_port() -> int:

@@ -194,12 +194,13 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
     """Arrays that agree with no turn."""
     token_ids = draw(IDS)
     size = len(token_ids)
+    mask = bytes(draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=size, max_size=size)))
     places = {"start": st.integers(-2, size + 2), "end": st.integers(-2, size + 2)}
     span = st.builds(TurnSpan, turn=st.integers(0, count), reward=st.none() | st.floats(-1, 1), **places)
     return Trace(
         lineage=draw(st.integers(0, 3)),
         token_ids=token_ids,
-        loss_mask=bytes(draw(st.lists(st.sampled_from([0, 1, 1, 2]), min_size=size, max_size=size))),
+        loss_mask=mask,
         logprobs=floats(draw(st.lists(FLOAT32, min_size=size, max_size=size))),
         prompt_length=draw(st.integers(0, 9)),
         turn_spans=tuple(draw(st.lists(span, max_size=2))),
@@ -213,6 +214,11 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
         over_long=draw(st.booleans()),
         top=draw(st.none() | SEEDS.map(lambda seed: top(seed % 4, seed))),
         routed=draw(st.none() | SEEDS.map(routes)),
+        teacher_logprobs=draw(
+            st.none()
+            | st.lists(FLOAT32, max_size=size + 1).map(floats)
+            | st.just(floats(-0.5 * (each == 1) for each in mask))
+        ),
         missing_extras=draw(st.lists(TEXTS, max_size=2).map(tuple)),
     )
 

@@ -6,11 +6,14 @@ is learned.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from live_kit import AGENT
+
+from polarnode.client import PolarnodeClient
 
 ROOT = Path(__file__).parents[2]
 DICE = "echo \"0.$(od -An -N2 -tu2 /dev/urandom | tr -d ' ')\" > /tmp/reward"
@@ -38,8 +41,59 @@ def spec(
     }
 
 
+def held_out_task() -> Any:
+    from examples.grpo.tasks import held_out
+
+    [task] = held_out(1, ("write",))
+    return task
+
+
+@pytest.fixture(scope="module")
+def client(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolarnodeClient]:
+    """Of a node that takes adapters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        from examples.grpo.own_node import own_node
+
+        with own_node(tmp_path_factory.mktemp("node"), run_limit=4, lora_rank=4) as opened:
+            yield opened
+
+
+def test_an_adapter_is_learned_and_the_base_samples_as_before(
+    client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorded logprobs of each step are the learner's own, so the engine samples by the adapter pushed."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(ROOT)
+    from examples.grpo.__main__ import PACKAGED
+    from examples.grpo.learner import Learner, Recipe
+    from examples.grpo.train import Plan, Run
+
+    learner = Learner(PACKAGED, Recipe(lora=4, lora_lr=1e-2, inner=1))
+    plan = Plan(harness="shell", steps=2, prompts=2, samples=2, evaluate=0)
+    run = Run(client, learner, plan, tmp_path, spec=spec, mark="lora-")
+    cold = {"sampling": {"temperature": 0.0}}
+
+    def greedy(name: str) -> list[list[int]]:
+        client.submit(run.spec(held_out_task(), name=name, harness="shell", samples=1) | cold)
+        [group] = run.collect([name])
+        return [list(trace.token_ids) for each in group.trajectories for trace in each.traces]
+
+    before = greedy("before")
+    lines = run.train()
+    after = greedy("after")
+    [adapter] = client.adapters().adapters
+    client.delete_adapter(adapter.name)  # base weights are updated next
+    assert [line["versions"] for line in lines] == [["grpo-0"], ["grpo-1"]]
+    assert (adapter.name, adapter.version) == ("grpo", "grpo-2")
+    assert max(line["worst"] for line in lines) < 1e-3
+    assert all(line["updates"] == 1 and line["sessions"] == 4 and not line["unusable"] for line in lines)
+    assert before == after
+    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["2"]
+
+
 def test_two_steps_and_the_second_is_sampled_by_what_the_first_learned(
-    podman_works: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(ROOT)
@@ -47,21 +101,19 @@ def test_two_steps_and_the_second_is_sampled_by_what_the_first_learned(
 
     from examples.grpo.__main__ import PACKAGED
     from examples.grpo.learner import Learner, Recipe
-    from examples.grpo.own_node import own_node
     from examples.grpo.train import Plan, Run
 
     learner = Learner(PACKAGED, Recipe(lr=3e-4, scale_lr=3e-3, final_lr=3e-3, inner=1))
     before = {name: value.clone() for name, value in learner.model.state_dict().items()}
-    with own_node(tmp_path / "node", run_limit=4) as client:
-        run = Run(
-            client,
-            learner,
-            Plan(harness="shell", steps=2, prompts=2, samples=2, evaluate=0),
-            tmp_path,
-            spec=spec,
-        )
-        lines = run.train()
-        served = client.weights().version
+    run = Run(
+        client,
+        learner,
+        Plan(harness="shell", steps=2, prompts=2, samples=2, evaluate=0),
+        tmp_path,
+        spec=spec,
+    )
+    lines = run.train()
+    served = client.weights().version
     assert [line["versions"] for line in lines] == [["0"], ["1"]]
     assert served == "2"
     assert all(line["updates"] == 1 and line["sessions"] == 4 and not line["unusable"] for line in lines)

@@ -9,7 +9,7 @@ from polarnode.core import codec
 from polarnode.core.codec.trajectories import READER, turns_json
 from polarnode.core.conversation import Conversation, Message
 from polarnode.core.trajectory import NewMessages, Turn
-from polarnode.merge.transcript import tools_of, transcript
+from polarnode.merge.figures import tools_of, transcript
 
 
 def talk(session: Session, index: int | None = None) -> Conversation | None:

@@ -37,8 +37,7 @@ from polarnode.offline.generation import (
     slots_of,
     split_of,
 )
-from polarnode.offline.rows import rows_of, schema, table
-from polarnode.offline.sft import compared, messages_json
+from polarnode.offline.rows import compared, messages_json, rows_of, schema, table
 
 # ── slots ─────────────────────────────────────────────────────────────────────
 
@@ -261,6 +260,8 @@ def test_what_is_read_back_is_what_was_trained_on(trajectory: Trajectory) -> Non
         assert array("i", row["token_ids"]) == trace.token_ids
         assert bytes(row["loss_mask"]) == trace.loss_mask
         assert array("f", row["logprobs"]).tobytes() == trace.logprobs.tobytes()
+        said = row["teacher_logprobs"]
+        assert (None if said is None else floats(said)) == trace.teacher_logprobs
         assert [(span["turn"], span["start"], span["end"]) for span in row["turn_spans"]] == [
             (s.turn, s.start, s.end) for s in trace.turn_spans
         ]

@@ -17,7 +17,7 @@ from polarnode.cli.generate import open_comparison
 from polarnode.core.task import BuilderSpec
 from polarnode.merge.builders import build
 from polarnode.offline import sft_lines
-from polarnode.offline.sft import SftLine
+from polarnode.offline.rows import SftLine
 
 TOOL = {
     "type": "object",

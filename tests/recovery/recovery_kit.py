@@ -20,6 +20,7 @@ from subprocess import CalledProcessError
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import trio
 from attrs import define, field, frozen
 
@@ -393,3 +394,19 @@ def _read(entry: str, name: str) -> bytes:
 
 def session_of(container: "dict[str, Any]") -> str:
     return str(container["Labels"].get(LABEL_SESSION))
+
+
+def call(node: ServingNode, method: str, path: str, body: Any = None) -> Any:
+    """A route of the control plane, with the token."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = httpx.request(
+        method, f"http://127.0.0.1:{node.port}{path}", headers=headers, json=body, timeout=60
+    )
+    return answer.raise_for_status().json()
+
+
+def captured(node: ServingNode, session_id: str) -> Trajectory:
+    """A session's trajectory, whose rows keep the invariants."""
+    found = node.client.trajectory(session_id, turns="full")
+    check(found.turns, Built(traces=found.traces, left_out=found.left_out))
+    return found

@@ -7,17 +7,13 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from captures_kit import Told, asked
-from recovery_kit import AT_ONCE, TOKEN, Place, ServingNode, place_at, short_temporary, until
+from recovery_kit import AT_ONCE, Place, ServingNode, call, captured, place_at, short_temporary, until
 
 from polarnode.core.errors import ConfigError
-from polarnode.core.trajectory import Built, Trajectory
 from polarnode.http.server import Address, listening_socket
-from polarnode.merge.invariants import check
 from polarnode.node import node
 from polarnode.node.config import NodeConfig
 
@@ -28,20 +24,6 @@ pytestmark = pytest.mark.podman
 def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
     with short_temporary() as temporary:
         yield place_at(tmp_path, temporary, settings=AT_ONCE)
-
-
-def call(node: ServingNode, method: str, path: str, body: Any = None) -> Any:
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = httpx.request(
-        method, f"http://127.0.0.1:{node.port}{path}", headers=headers, json=body, timeout=60
-    )
-    return answer.raise_for_status().json()
-
-
-def captured(node: ServingNode, session_id: str) -> Trajectory:
-    found = node.client.trajectory(session_id, turns="full")
-    check(found.turns, Built(traces=found.traces, left_out=found.left_out))
-    return found
 
 
 def test_a_killed_node_makes_them_interrupted_trajectories_and_a_stopped_one_ends_them(place: Place) -> None:

@@ -11,15 +11,19 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from adapters_kit import write_adapter
+from attrs import evolve
 from captures_kit import Desk, Told, asked, in_thread, open_desk
 from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, HandEngine, answers
 from session_kit import town
+from weights_kit import simulated_tiny
 
 from polarnode.core.codec import read_capture, read_capture_end
-from polarnode.core.errors import Busy, DiskFull, Refused
+from polarnode.core.errors import Busy, Conflict, DiskFull, Refused
 from polarnode.core.task import CaptureEnd, CaptureSpec
 from polarnode.core.trajectory import Built, Trajectory
+from polarnode.engine.engines import open_engines
 from polarnode.journal.journal import open_journal
 from polarnode.merge.invariants import check
 from polarnode.rollouts import captures
@@ -562,3 +566,34 @@ async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_pa
         assert (await desk.end(opened["session_id"], reward=1))["outcome"]["status"] == "interrupted"
         late = await desk.caller.post("/v1/capture", spec | {"sample_index": 1})
         assert late.status == 409, json.dumps(late.json())
+
+
+# ── adapters ──────────────────────────────────────────────────────────────────
+
+
+async def test_a_session_is_sampled_by_its_adapter_needs_it_to_its_end_and_is_as_stale_as_that(
+    tmp_path: Path,
+) -> None:
+    async with (
+        open_engines(simulated_tiny(tmp_path / "state", lora_rank=8)) as engines,
+        open_desk(tmp_path, engines) as desk,
+    ):
+        registry, adapters = desk.captures.registry, engines.adapters
+        services = evolve(desk.captures.services, adapters=adapters, versions=lambda: ("0", "1", "2"))
+        desk.captures.services = registry.services = services
+        await adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
+        refused = await desk.caller.post("/v1/capture", {"adapter": "b"})
+        assert (refused.status, refused.json()["error"]["path"]) == (400, "$.adapter")
+        assert "name one of a" in refused.text
+        opened = await desk.open(adapter="a", sampling={"max_tokens": 4})
+        await in_thread(Told(opened["env"]).chat)
+        with pytest.raises(Conflict, match="1 sessions sample by adapter 'a'"):
+            adapters.drop("a")
+        await adapters.put("a", "a-2", write_adapter(tmp_path / "2", seed=2))
+        await in_thread(Told(opened["env"]).chat, "go on")
+        await desk.end(opened["session_id"], reward=1)
+        found = await kept(desk, opened["session_id"])
+        versions = [span.version for turn in found.turns for span in turn.version_spans]
+        assert (versions, found.staleness) == (["a-1", "a-2"], 1)
+        assert adapters.status()[0].sessions == 0
+        adapters.drop("a")

@@ -35,10 +35,12 @@ async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp
         assert place.runtimes.opened == [], "no fresh runtime was asked for"
     assert results[0] == Result(outcome=failed, verdict=Verdict(reward=0.0, metrics={"seen": "failed"}))
     reason = "ZeroDivisionError: by my own hand"
+    unset = dict.fromkeys(("clock", "boundary", "reason", "log_tail"))
     assert results[1] == Result(
         outcome=Outcome(
             status="error", boundary="evaluator", exit_code=3, reason=reason, log_tail="last words"
-        )
+        ),
+        metrics={"run_outcome": {**unset, "status": "failed", "exit_code": 3}},
     )
     await runtime.close()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainers_kit import group_of, no_row, one_row, two_rows
+from trainers_kit import group_of, no_row, one_row, taught, two_rows
 
 import polarnode
 from polarnode.trainers import Absent, areal, atropos, of_roles, skyrl, tinker, trl, verl
@@ -21,6 +21,7 @@ from polarnode.trainers import Absent, areal, atropos, of_roles, skyrl, tinker, 
 HERE = Path(__file__).parents[1] / "kits"
 TINY = Path(polarnode.__file__).parent / "models" / "tiny"
 SESSION = one_row(turn_rewards={0: 0.25})
+TAUGHT = taught(one_row())
 
 
 def run(program: str, asked: Any) -> Any:
@@ -67,6 +68,7 @@ def told() -> dict[str, Any]:
     }
     asked = {
         "verl": verl.agent_loop_outputs(SESSION),
+        "verl_teacher": [*verl.agent_loop_outputs(TAUGHT), *verl.agent_loop_outputs(taught(two_rows()))],
         "skyrl": skyrl.generator_output(
             [SESSION, two_rows(sample_index=1), no_row(sample_index=2)],
             absent=Absent(token_id=0, reward=0.0),
@@ -74,12 +76,16 @@ def told() -> dict[str, Any]:
             experts=False,
         ),
         "areal": areal_calls(),
-        "tinker": tinker.datums(SESSION, advantage=0.5),
+        "tinker": [
+            *tinker.datums(SESSION, advantage=0.5),
+            *tinker.datums(TAUGHT, advantage=0.5, kl_penalty_coef=2.0),
+        ],
         "atropos": [
             atropos.scored_data([SESSION, two_rows(sample_index=1)], advantages={"s0": 0.5, "s1": -0.5}),
-            atropos.scored_data([SESSION, one_row(sample_index=1)], env_id=0, group_size=2),
+            atropos.scored_data([TAUGHT, taught(one_row(sample_index=1))], env_id=0, group_size=2),
         ],
         "trl_async": rows,
+        "trl_distillation": trl.distillation_samples(TAUGHT, teacher_id="big", prompt_id=4),
     }
     found: dict[str, Any] = run("trainers_program.py", asked)
     return found
@@ -111,6 +117,30 @@ def test_verl_makes_of_an_agent_loop_output_what_we_put_into_its_queue(told: dic
     }  # fmt: skip
 
 
+def test_verl_reads_the_teachers_logprob_of_each_token_of_a_response(told: dict[str, Any]) -> None:
+    """verl 0.9.1, `compute_distillation_loss_reverse_kl_estimator` (trainer/distillation/losses.py)."""
+    rows = [*TAUGHT.traces, *taught(two_rows()).traces]
+    said = [[*list(row.teacher_logprobs or ())[row.prompt_length :]] for row in rows]
+    assert told["verl_teacher"]["teacher_logprobs"] == [each + [0] * (7 - len(each)) for each in said]
+    ids = [[*row.token_ids[row.prompt_length :]] for row in rows]
+    assert told["verl_teacher"]["teacher_ids"] == [each + [0] * (7 - len(each)) for each in ids]
+    for session in (TAUGHT, taught(two_rows())):
+        queued = verl.transfer_rows(session, uid="u", global_steps=9, arrays="native")
+        looped = verl.agent_loop_outputs(session, arrays="native")
+        for one, other in zip(queued, looped, strict=True):
+            for name in ("teacher_ids", "teacher_logprobs"):
+                field = one["fields"][name]
+                assert field.tolist() == other["extra_fields"][name].tolist()
+                assert (field.ndim, str(field.dtype)) == (2, str(other["extra_fields"][name].dtype))
+    batch = verl.data_proto([TAUGHT, taught(two_rows())], pad_token_id=0)["batch"]
+    assert [each[0] for each in batch["teacher_logprobs"][0]] == [
+        0,
+        0,
+        *told["verl_teacher"]["teacher_logprobs"][0],
+        0,
+    ]
+
+
 def test_areal_makes_of_the_same_calls_what_we_make_of_the_session(told: dict[str, Any]) -> None:
     [ours] = areal.tensors(SESSION)
     theirs = told["areal"]
@@ -130,7 +160,9 @@ def test_tinker_takes_a_datum_and_gives_back_what_was_in_it(told: dict[str, Any]
             "logprobs": [0, 0, -0.5, -0.625, 0, 0, -1.5, -1.625, -1.75],
             "advantages": [0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5],
             "mask": [0, 0, 1, 1, 0, 0, 1, 1, 1],
-        }
+        },
+        # thinking-machines-lab/tinker-cookbook 9dfcc3a2, distillation/train_on_policy.py: plus -2 * reverse KL
+        told["tinker"][0] | {"advantages": [0, 0, 1, 1, 0, 0, 1, 1, 1]},
     ]
 
 
@@ -140,6 +172,11 @@ def test_atropos_takes_a_group_whole(told: dict[str, Any]) -> None:
     assert theirs["inference_logprobs"][0] == [1, 1, 1, -0.5, -0.625, 1, 1, -1.5, -1.625, -1.75]
     assert theirs["advantages"][1] == [0, 0, -0.5, -0.5]
     assert (theirs["scores"], theirs["env_id"]) == ([1.0, 1.0, 1.0], None)
+    assert theirs["distill_logprobs"] is None
+    both = told["atropos"]["held"][1]
+    assert both["distill_token_ids"][0] == [[token] for token in both["tokens"][0]]
+    said = [1, 1, 1, -0.25, -0.375, 1, 1, -1.25, -1.375, -1.5]
+    assert both["distill_logprobs"] == [[[each] for each in said]] * 2
 
 
 def test_atropos_queues_what_we_post_at_once(told: dict[str, Any]) -> None:
@@ -158,6 +195,12 @@ def test_skyrl_takes_a_batch_of_which_sessions_have_one_row_and_two_and_none(tol
 def test_async_grpo_chains_our_turns_into_our_sequences(told: dict[str, Any]) -> None:
     """TRL's own chaining, told each turn's whole prompt, comes to the row without a fork or a realignment."""
     assert told["trl_async"]["chained"] == told["trl_async"]["given"]
+
+
+def test_async_distillation_reads_the_teachers_logprob_of_each_sampled_token(told: dict[str, Any]) -> None:
+    assert told["trl_distillation"] == [
+        {"logprobs": [-0.25, -0.375, -1.25, -1.375, -1.5], "places": [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]}
+    ]
 
 
 def test_grpo_trainer_takes_a_group_through_rollout_func() -> None:

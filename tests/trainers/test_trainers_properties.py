@@ -13,7 +13,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from sample_kit import examples
-from trainers_kit import published, trained
+from trainers_kit import published, taught, trained
 
 from polarnode.core.trajectory import Trajectory
 from polarnode.trainers import areal, atropos, miles, nemo_rl, prime_rl, skyrl, slime, tinker, trl, verl
@@ -245,3 +245,29 @@ def test_experts_stand_where_their_positions_are(session: Trajectory) -> None:
         assert len(packed["routed_experts"]["data"]) == len(trace.token_ids) * 6 * (
             2 if trace.routed.dtype == "int16" else 1
         )
+
+
+@examples(60)
+@given(session=published())
+def test_a_teachers_logprobs_stand_where_their_tokens_are(session: Trajectory) -> None:
+    known = taught(session)
+    said = [list(trace.teacher_logprobs or ()) for trace in known.traces]
+    masks = [[each == 1 for each in trace.loss_mask] for trace in known.traces]
+    before = [[*each[1:], 0.0] for each in said]  # at the position that predicts the token
+    for row, sample in zip(said, slime.samples(known), strict=True):
+        assert sample["teacher_log_probs"] == row[len(row) - sample["response_length"] :]
+    rows = [each["extra_fields"] for each in verl.agent_loop_outputs(known)]
+    assert [[one for [one] in row["teacher_logprobs"]] for row in rows] == before
+    batch: Any = areal.rollout([known])
+    for row, padded in zip(before, batch["teacher_logp"], strict=True):
+        assert padded == row + [0.0] * (len(padded) - len(row))
+    assert [sample["ref_logprobs"] for sample in prime_rl.training_samples(known)] == said
+    nodes = [value for node in prime_rl.trace_nodes(known) for value in node.get("reference_logprobs", ())]
+    told = [[value for value, one in zip(*row, strict=True) if one] for row in zip(said, masks, strict=True)]
+    assert nodes == [value for row in told for value in row]
+    data = atropos.scored_data([known], advantages={known.session_id: 1.0})["distill_logprobs"]
+    candidates = trl.distillation_samples(known, teacher_id="big", prompt_id=0)
+    for posted, sample, mask, row in zip(data, candidates, masks, told, strict=True):
+        for columns in (posted, sample["teacher_topk_logprobs"]):
+            assert [value for [value], one in zip(columns, mask, strict=True) if one] == row
+        assert [one != -1 for [one] in sample["teacher_topk_ids"]] == mask

@@ -5,7 +5,7 @@ from typing import Any
 import numpy
 import pytest
 from attrs import evolve
-from trainers_kit import group_of, no_row, one_row, publish, two_rows
+from trainers_kit import group_of, no_row, one_row, publish, taught, two_rows
 
 from polarnode.core.arrays import floats
 from polarnode.core.errors import Refused
@@ -14,10 +14,12 @@ from polarnode.trainers.rows import (
     as_arrays,
     only_row,
     padded,
+    predicted,
     routed,
     rows_of,
     sessions,
     stretches,
+    teachers,
     temperatures,
     top_logprobs,
     version_array,
@@ -55,6 +57,24 @@ def test_what_is_not_there_is_refused_with_the_remedy() -> None:
     [bare] = rows_of(evolve(one_row(), traces=(evolve(one_row().traces[0], version_spans=()),)))
     with pytest.raises(Refused, match="without a weight version"):
         version_array(bare, int)
+
+
+def test_a_batch_has_the_teachers_logprobs_of_all_rows_or_of_none() -> None:
+    plain, [row] = rows_of(two_rows()), rows_of(taught(one_row()))
+    assert row.teacher.tolist() == [0, 0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
+    assert predicted(row.teacher).tolist() == [0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5, 0]
+    assert teachers(plain) is None
+    assert teachers([]) is None
+    assert len(teachers(rows_of(taught(two_rows()))) or ()) == 2
+    with pytest.raises(
+        Refused, match=r"row 0 of session s0 .* \(its task requested none\): set carry.teacher"
+    ):
+        teachers([row, *plain])
+    down = evolve(
+        two_rows().traces[0], missing_extras=("routed_experts of turn 0", "teacher big: it is down")
+    )
+    with pytest.raises(Refused, match=r"no teacher's logprobs \(teacher big: it is down\)"):
+        _ = rows_of(evolve(two_rows(), traces=(down,)))[0].teacher
 
 
 def test_a_session_without_rows_has_none_and_one_with_several_is_refused_where_one_is_wanted() -> None:

@@ -13,7 +13,7 @@ import numpy
 import pytest
 from attrs import evolve
 from pydantic import BaseModel, ConfigDict, TypeAdapter
-from trainers_kit import group_of, make_turn, no_row, one_row, publish, two_rows
+from trainers_kit import group_of, make_turn, no_row, one_row, publish, taught, two_rows
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -58,6 +58,7 @@ class SlimeSample(Strict):
     loss_mask: list[int]
     weight_versions: list[str]
     rollout_log_probs: list[float]
+    teacher_log_probs: list[float] | None
     rollout_routed_experts: list[list[list[int]]] | None
     remove_sample: bool
     status: Literal["pending", "completed", "truncated", "aborted", "failed"]
@@ -70,6 +71,8 @@ def held(sample: dict[str, Any]) -> None:
     """What slime (and miles' `validate`) ask of a Sample's lengths."""
     assert len(sample["tokens"]) >= sample["response_length"]
     assert len(sample["loss_mask"]) == len(sample["rollout_log_probs"]) == sample["response_length"]
+    if sample["teacher_log_probs"] is not None:
+        assert len(sample["teacher_log_probs"]) == sample["response_length"]
     if sample["rollout_routed_experts"] is not None:
         assert len(sample["rollout_routed_experts"]) == len(sample["tokens"]) - 1
 
@@ -207,6 +210,64 @@ def test_miles_rows_of_a_session_share_its_reward() -> None:
     assert [each["reward"] for each in slime.samples(session)] == [1.0, -2.0]
     assert [each["reward"] for each in miles.samples(session)] == [1.0, 1.0]
     assert [each["metadata"]["polarnode"]["row_reward"] for each in miles.samples(session)] == [1.0, -2.0]
+
+
+@pytest.mark.parametrize("module", [slime, miles])
+def test_a_teachers_logprobs_are_of_every_sample_of_a_batch_or_of_none(module: Any) -> None:
+    """slime 624b824, `ray/rollout.py`: `if samples[0].teacher_log_probs is not None`, then those of all;
+    `backends/megatron_utils/loss.py`, `apply_opd_kl_to_advantages`: subtracted from the response's logprobs.
+    miles 31f1ca9: `utils/types.py` compares their length with the response's.
+    """
+    group = group_of(
+        taught(one_row()), taught(two_rows(sample_index=1)), lost=[evolve(no_row(sample_index=2), reward=0.0)]
+    )
+    found = flat(module.group_samples(group, group_index=0, size=4))
+    assert found[0]["teacher_log_probs"] == [-0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
+    assert [each["teacher_log_probs"] for each in found[1:]] == [[-0.25, -0.375], [-1.25], [0], [0]]
+    for each in found:
+        held(each)
+    assert [each["teacher_log_probs"] for each in module.samples(two_rows())] == [None, None]
+    mixed = group_of(taught(one_row()), one_row(sample_index=1))
+    with pytest.raises(Refused, match="session s1 has no teacher's logprobs"):
+        module.group_samples(mixed, group_index=0)
+
+
+# ── teachers elsewhere ────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "projected",
+    [
+        lambda both: areal.rollout(both),
+        lambda both: atropos.scored_data(both),
+        lambda both: verl.data_proto(both, pad_token_id=0),
+        lambda both: trl.distillation_samples(both[0], teacher_id="big", prompt_id=0),
+        lambda both: tinker.datums(both[0], kl_penalty_coef=1.0),
+    ],
+)
+def test_a_session_without_its_teachers_logprobs_is_refused_beside_others(projected: Any) -> None:
+    with pytest.raises(Refused, match="session s0 has no teacher's logprobs"):
+        projected([one_row(), taught(one_row(sample_index=1))])
+
+
+def test_verl_refuses_a_session_of_which_one_row_has_no_teacher() -> None:
+    """verl 0.9.1, `_postprocess` (experimental/agent_loop/agent_loop.py) reads the first row's of all rows."""
+    known, unknown = taught(two_rows()).traces[0], two_rows().traces[1]
+    half = evolve(two_rows(), traces=(known, unknown))
+    for project in (verl.agent_loop_outputs, lambda one: verl.transfer_rows(one, uid="u", global_steps=0)):
+        with pytest.raises(Refused, match="row 1 of session s0 has no teacher's logprobs"):
+            project(half)
+
+
+def test_prime_rl_leaves_out_what_no_teacher_scored() -> None:
+    """PrimeIntellect-ai/prime-rl 559b44772: `ref_logprobs` of a sample has its length (trainer/batch.py), and
+    `assign_reference_logprobs` (orchestrator/algo/routing.py) scores the nodes that have None.
+    """
+    [known], [unknown] = prime_rl.training_samples(taught(SESSION)), prime_rl.training_samples(SESSION)
+    assert known["ref_logprobs"] == [0, 0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
+    assert unknown["ref_logprobs"] is None
+    found = [node.get("reference_logprobs") for node in prime_rl.trace_nodes(taught(SESSION))]
+    assert found == [None, [-0.25, -0.375], None, [-1.25, -1.375, -1.5]]
 
 
 # ── prime-rl ──────────────────────────────────────────────────────────────────

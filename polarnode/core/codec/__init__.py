@@ -13,7 +13,6 @@ from polarnode.core.codec.tasks import (
     read_capture,
     read_capture_end,
     read_task,
-    read_task_toml,
     read_toml_value,
     task_json,
 )
@@ -32,7 +31,6 @@ __all__ = [
     "read_capture_end",
     "read_json",
     "read_task",
-    "read_task_toml",
     "read_toml_value",
     "read_trajectory",
     "structure",

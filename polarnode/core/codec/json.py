@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from operator import eq
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 import orjson
@@ -243,6 +243,8 @@ def _kinds(shape: Any) -> frozenset[str]:
     }
     if shape in simple:
         return frozenset({simple[shape]})
+    if shape is bytes or _origin(shape) is Annotated:  # packed numbers: a list, or base64
+        return frozenset({"array", "string"})
     return frozenset({"array" if _is_sequence(shape) else "object"})
 
 

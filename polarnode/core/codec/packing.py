@@ -272,6 +272,12 @@ def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
         if by_mask is not None and by_mask.tobytes() == trace.logprobs.tobytes()
         else trace.logprobs.tobytes()
     )
+    runs, teacher = packed["loss_mask"], trace.teacher_logprobs
+    if teacher is not None and isinstance(runs, list):
+        # most tokens of an agent's rows are not trained: only the others are written, in a list
+        trained = b"".join(teacher[start:end].tobytes() for start, end in _pairs(runs))
+        if _spread(floats(trained), runs).tobytes() == teacher.tobytes():
+            packed["teacher_logprobs"] = [trained]
     return packed
 
 
@@ -308,6 +314,8 @@ def _trace(found: dict[str, Any], turns: Mapping[int, Turn]) -> Trace:
         made["top"] = top_of_turns(trained_of(mask, spans, turns))
     if found.get("routed") is True:
         made["routed"] = routed_of_turns(offset, _line(spans, turns))
+    if isinstance(found.get("teacher_logprobs"), list):
+        made["teacher_logprobs"] = _spread(floats(found["teacher_logprobs"][0]), _runs(mask))
     trace: Trace = _read(Trace, found, made)
     return trace
 
@@ -351,6 +359,19 @@ def _runs(mask: bytes) -> Any:
     return [len(mask), *runs]
 
 
+def _pairs(runs: Sequence[int]) -> "zip[tuple[int, int]]":
+    return zip(runs[1::2], runs[2::2], strict=True)
+
+
+def _spread(trained: "array[float]", runs: Sequence[int]) -> "array[float]":
+    """The values of the positions in these runs, with 0 between them."""
+    found, at = floats(bytes(4 * runs[0])), 0
+    for start, end in _pairs(runs):
+        found[start:end] = trained[at : at + end - start]
+        at += end - start
+    return found
+
+
 def _mask(found: Any, count: int) -> bytes:
     """The mask of `count` tokens. A damaged row may name any length: only that of its ids is allocated."""
     if isinstance(found, bytes):
@@ -358,6 +379,6 @@ def _mask(found: Any, count: int) -> bytes:
     if found[0] != count or max(found) > count:
         raise ValueError(f"a mask of {found[0]} positions stands beside {count} token ids")
     mask = bytearray(count)
-    for start, end in zip(found[1::2], found[2::2], strict=True):
+    for start, end in _pairs(found):
         mask[start:end] = b"\1" * (end - start)
     return bytes(mask)

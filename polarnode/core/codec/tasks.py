@@ -24,6 +24,7 @@ from polarnode.core.task import (
     CaptureEnd,
     CaptureSpec,
     CarrySpec,
+    EvaluationSpec,
     EvaluatorSpec,
     FileSpec,
     GroupSpec,
@@ -47,6 +48,7 @@ class Rule(NamedTuple):
 MAX_SAMPLES = 4096
 MAX_RETRIES = 10  # more would hide a broken machine for hours
 MAX_PARTS = 32  # evaluators of one session: they run one after another in one post budget
+MAX_EVALUATED = 10_000  # sessions of one evaluation: a night's work, and a megabyte of ids
 MAX_TOP_LOGPROBS = 20  # the most alternatives for each token, as OpenAI and Google allow
 # stands in a URL path, a container label and an SSE filter unescaped
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -62,6 +64,8 @@ HOST = re.compile(
     r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 )
 NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # number of a turn or a lineage
+# name of an adapter: part of a path on every file system, and of a URL
+ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
 
 
@@ -77,21 +81,11 @@ def task_rules(spec: TaskSpec) -> Iterator[Rule]:
         "$.instruction",
         "has a NUL character: it cannot be an argument of a program",
     )
-    yield from _name_rules(spec.task_id, "$.task_id")
-    yield from _name_rules(spec.group_id, "$.group_id")
-    yield Rule(
-        1 <= spec.num_samples <= MAX_SAMPLES,
-        "$.num_samples",
-        f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}",
-    )
+    yield from _session_rules(spec)
     yield Rule(0 <= spec.priority <= 100, "$.priority", f"must be 0 to 100, not {spec.priority}")
     yield from _harness_rules(spec.harness)
     yield from _runtime_rules(spec.runtime)
-    yield from _import_rules(spec.builder.import_path, "$.builder.import_path")
     yield from _evaluator_rules(spec.evaluator)
-    yield from _budget_rules(spec.budgets)
-    yield from sampling_rules(spec.sampling, "$.sampling")
-    yield from _carry_rules(spec.carry)
     yield from _group_rules(spec.group, spec.num_samples)
     if spec.callback_url is not None:
         yield from _url_rules(spec.callback_url, "$.callback_url")
@@ -99,6 +93,13 @@ def task_rules(spec: TaskSpec) -> Iterator[Rule]:
 
 def capture_rules(spec: CaptureSpec) -> Iterator[Rule]:
     """All rules of a capture."""
+    yield from _session_rules(spec)
+    within = f"must be 0 to num_samples - 1 ({spec.num_samples - 1}), not {spec.sample_index}"
+    yield Rule(0 <= spec.sample_index < spec.num_samples, "$.sample_index", within)
+
+
+def _session_rules(spec: TaskSpec | CaptureSpec) -> Iterator[Rule]:
+    """The rules that tasks and captures share."""
     yield from _name_rules(spec.task_id, "$.task_id")
     yield from _name_rules(spec.group_id, "$.group_id")
     yield Rule(
@@ -106,12 +107,11 @@ def capture_rules(spec: CaptureSpec) -> Iterator[Rule]:
         "$.num_samples",
         f"must be 1 to {MAX_SAMPLES}, not {spec.num_samples}",
     )
-    within = f"must be 0 to num_samples - 1 ({spec.num_samples - 1}), not {spec.sample_index}"
-    yield Rule(0 <= spec.sample_index < spec.num_samples, "$.sample_index", within)
     yield from _import_rules(spec.builder.import_path, "$.builder.import_path")
     yield from _budget_rules(spec.budgets)
     yield from sampling_rules(spec.sampling, "$.sampling")
     yield from _carry_rules(spec.carry)
+    yield from adapter_rules(spec.adapter, "$.adapter")
 
 
 def capture_end_rules(end: CaptureEnd) -> Iterator[Rule]:
@@ -145,6 +145,11 @@ def _carry_rules(carry: CarrySpec) -> Iterator[Rule]:
     yield Rule(
         0 <= top <= MAX_TOP_LOGPROBS, "$.carry.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, not {top}"
     )
+
+
+def adapter_rules(name: str, path: str) -> Iterator[Rule]:
+    sentence = "must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit"
+    yield Rule(not name or ADAPTER.fullmatch(name) is not None, path, sentence)
 
 
 def _group_rules(group: GroupSpec, num_samples: int) -> Iterator[Rule]:
@@ -433,11 +438,34 @@ def read_task(value: Json) -> TaskSpec:
     spec = structure(value, TaskSpec, forbid_extra=True)
     _hold(_all_rules(spec))
     check_value(spec.harness.settings, "$.harness.settings")
-    check_value(spec.evaluator.config, "$.evaluator.config", limits.CONFIG)
-    for index, part in enumerate(spec.evaluator.parts):
-        check_value(part.config, f"$.evaluator.parts[{index}].config", limits.CONFIG)
+    _check_configs(spec.evaluator)
     check_value(spec.builder.config, "$.builder.config")
     check_value(spec.metadata, "$.metadata")
+    return spec
+
+
+def _check_configs(spec: EvaluatorSpec) -> None:
+    check_value(spec.config, "$.evaluator.config", limits.CONFIG)
+    for index, part in enumerate(spec.parts):
+        check_value(part.config, f"$.evaluator.parts[{index}].config", limits.CONFIG)
+
+
+def read_evaluation(value: Json) -> EvaluationSpec:
+    """Read an evaluation of finished sessions from JSON. Raises Refused as `read_task`."""
+    spec = structure(value, EvaluationSpec, forbid_extra=True)
+    named = [bool(spec.sessions), spec.task_id is not None, spec.group_id is not None]
+    few = f"must be at most {MAX_EVALUATED}, not {len(spec.sessions)}: send the others in another request"
+    long = f"must be at most {limits.REASON_CHARS} characters long"
+    evaluator = spec.evaluator or EvaluatorSpec()
+    _hold(
+        [
+            Rule(sum(named) == 1, "$", "needs exactly one of sessions, task_id and group_id"),
+            Rule(len(spec.sessions) <= MAX_EVALUATED, "$.sessions", few),
+            Rule(len(spec.reason or "") <= limits.REASON_CHARS, "$.reason", long),
+            *_evaluator_rules(evaluator),
+        ]
+    )
+    _check_configs(evaluator)
     return spec
 
 
@@ -503,11 +531,6 @@ def task_json(spec: TaskSpec) -> dict[str, Json]:
 
 
 # ── TOML: the same shape, and two conveniences for a folder of files ──────────
-
-
-def read_task_toml(text: str, *, read_file: Callable[[str], bytes] | None = None) -> TaskSpec:
-    """Read a TaskSpec written in TOML, as `read_toml_value` reads it."""
-    return read_task(read_toml_value(text, read_file=read_file))
 
 
 def read_toml_value(text: str, *, read_file: Callable[[str], bytes] | None = None) -> dict[str, Json]:

@@ -47,6 +47,7 @@ from polarnode.core.conversation import (
     ThinkingPart,
     ToolCall,
 )
+from polarnode.core.status import ScoreAnswer, ScoreRequest
 from polarnode.core.trajectory import (
     LeftOut,
     NewMessages,
@@ -256,3 +257,22 @@ def read_trajectory(value: Json) -> Trajectory:
 
 def _is_full(row: Mapping[str, Json]) -> bool:
     return row.get("prompt_delta") is not None
+
+
+# ── rows to score ─────────────────────────────────────────────────────────────
+
+_SCORE_READER: Final = make_converter(forbid_extra=True, hooks={Int32Array: read_ids, bytes: read_mask})
+
+
+def read_score(value: Json) -> ScoreRequest:
+    """Read the body of POST /v1/score. Raises Refused with the path of the first field that does not fit."""
+    return structure(value, ScoreRequest, converter=_SCORE_READER)
+
+
+def score_json(answer: ScoreAnswer, arrays: Arrays) -> bytes:
+    return dump_json(_WRITERS[arrays](answer))
+
+
+def read_scored(value: Json) -> ScoreAnswer:
+    """Read the answer of POST /v1/score."""
+    return structure(value, ScoreAnswer, converter=READER)

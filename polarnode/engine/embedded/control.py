@@ -30,6 +30,7 @@ from polarnode.engine.protocol import (
     HostFinish,
     JoinGroup,
     LeaveGroup,
+    LoadAdapter,
     LoadBroadcast,
     LoadDisk,
     LoadTensors,
@@ -38,6 +39,9 @@ from polarnode.engine.protocol import (
     Piece,
     RollBack,
     Routed,
+    Score,
+    Scored,
+    UnloadAdapter,
     Update,
 )
 
@@ -48,6 +52,7 @@ SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a fram
 # nats, in place of float32's least: what OpenAI shows for a token that cannot be sampled
 IMPOSSIBLE = -9999.0
 CONSTRAINTS = frozenset(("json_schema", "regex", "ebnf", "structural_tag"))  # among sampling parameters
+UNUSED_INTERVAL = 0.02  # seconds between looks at whether an adapter's last request is over
 NOTHING_TO_SAMPLE = "the constraint leaves nothing to sample: no text can match it from here on"
 
 
@@ -70,16 +75,59 @@ def request(order: Generate) -> dict[str, Any]:
         "return_routed_experts": order.routed_from is not None,
         "routed_experts_start_len": order.routed_from or 0,
         "stream": True,
+        # SGLang's word for the name under which it was loaded
+        **({"lora_path": order.adapter} if order.adapter else {}),
     }
 
 
+def score_request(order: Score) -> dict[str, Any]:
+    """The arguments of `Engine.async_generate` that score a row: nothing is sampled.
+
+    SGLang takes of its prefix cache only what is before `logprob_start_len`, computes the rest again, and has
+    no logprob for the first token that it reports.
+    """
+    return {
+        "input_ids": array("i", order.row).tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "rid": order.rid,
+        "return_logprob": True,
+        "logprob_start_len": order.start - 1,
+        "stream": True,
+        **({"lora_path": order.adapter} if order.adapter else {}),
+    }
+
+
+def scored(order: Score, meta: Mapping[str, Any], version: str) -> Scored | Failed:
+    """The end of a scored row, from SGLang's last chunk. Its logprobs must be of the row's own ids."""
+    if problem := _problem(meta.get("finish_reason") or {"type": "length"}):
+        return Failed(rid=order.rid, message=problem[0], retryable=problem[1])
+    entries = meta.get("input_token_logprobs") or []
+    ids = array("i", order.row)[order.start - 1 :]
+    # SGLang reports 0 in place of the last id of the vocabulary
+    exact = len(entries) == len(ids) and all(
+        entry[1] in (token, 0) for entry, token in zip(entries, ids, strict=True)
+    )
+    values = [entry[0] for entry in entries[1:]]
+    if not exact or any(value is None or value != value for value in values):
+        message = f"the engine gave {len(entries)} logprobs of a row that are not numbers of its tokens"
+        return Failed(rid=order.rid, message=message, retryable=False)
+    return Scored(rid=order.rid, logprobs=array("f", values).tobytes(), version=order.adapter or version)
+
+
 def piece(
-    rid: str, ids: list[int], meta: Mapping[str, Any], *, top_logprobs: int = 0, constrained: bool = False
+    rid: str,
+    ids: list[int],
+    meta: Mapping[str, Any],
+    *,
+    top_logprobs: int = 0,
+    constrained: bool = False,
+    adapter: str = "",
 ) -> Piece | Failed:
     """One chunk of SGLang's as a message. An unknown finish reason (NaN logits, an aborted wait with a
     status) is a failure.
 
     Where a constraint allows no token, SGLang samples one with the logprob NaN and aborts in its next chunk.
+    What an adapter samples has its version; SGLang reports that of the base, which does not change meanwhile.
     """
     finish = meta.get("finish_reason")
     if finish is not None and (problem := _problem(finish)):
@@ -111,10 +159,11 @@ def piece(
         rid=rid,
         ids=array("i", ids).tobytes(),
         logprobs=logprobs.tobytes(),
-        version=str(meta.get("weight_version", "")),
+        version=adapter or str(meta.get("weight_version", "")),
         finish=kind,
         spans=tuple(
-            (str(each["version"]), each["start"], each["end"]) for each in meta.get("weight_versions") or ()
+            (adapter or str(each["version"]), each["start"], each["end"])
+            for each in meta.get("weight_versions") or ()
         ),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         alternative_ids=array("i", [entry[1] for entry in others]).tobytes(),
@@ -196,8 +245,11 @@ class Control:
     _paused: PauseMode | None = None
     _released: set[str] = field(factory=set)
     _lock: asyncio.Lock = field(factory=asyncio.Lock)
+    _leaving: set[str] = field(factory=set)  # adapters to unload, that nobody asked for again
 
     async def answer(self, order: Order) -> Done:
+        if isinstance(order, UnloadAdapter):
+            await self._unused(order.name)
         async with self._lock:
             try:
                 ok, text = await self._obey(order)
@@ -225,6 +277,8 @@ class Control:
                 return await self._group(order)
             case Memory():
                 return await self._memory(order)
+            case LoadAdapter() | UnloadAdapter():
+                return await self._adapter(order)
             case _:
                 assert_never(order)
 
@@ -334,6 +388,38 @@ class Control:
         )
         ok, text = await self._manager.init_weights_update_group(joined)
         return bool(ok), str(text)
+
+    # ── adapters ──────────────────────────────────────────────────────────────
+
+    async def _unused(self, name: str) -> None:
+        """Wait until no request samples by an adapter. SGLang waits too, but under the lock of every load;
+        and requests that are frozen by a pause end after it, however long it lasts.
+        """
+        self._leaving.add(name)
+        registry = self._manager.lora_registry
+        while name in self._leaving and (known := registry.get_all_adapters().get(name)) is not None:
+            if not registry._counters[known.lora_id].value():  # private, and the only place that says it
+                return
+            await asyncio.sleep(UNUSED_INTERVAL)
+
+    async def _adapter(self, order: LoadAdapter | UnloadAdapter) -> Outcome:
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
+
+        name, manager = order.name, self._manager
+        if isinstance(order, UnloadAdapter):
+            if name not in self._leaving:
+                return False, "it was asked for again"
+            self._leaving.discard(name)
+            done = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
+            manager.lora_ref_cache.pop(name, None)  # from which SGLang would load it again by itself
+        elif name in self._leaving and name in manager.lora_registry.get_all_adapters():
+            self._leaving.discard(name)
+            return True, ""
+        else:
+            done = await manager.load_lora_adapter(
+                LoadLoRAAdapterReqInput(lora_name=name, lora_path=order.path)
+            )
+        return bool(done.success), str(done.error_message or "")
 
     # ── memory ────────────────────────────────────────────────────────────────
 

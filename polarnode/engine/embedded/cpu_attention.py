@@ -1,5 +1,5 @@
-"""Two parts of SGLang replaced on machines without a GPU: torch-native attention, and the memory of routed
-experts.
+"""Three parts of SGLang replaced on machines without a GPU: torch-native attention, and the memory of routed
+experts and of adapters.
 
 SGLang's `torch_native` backend pads the new queries to the whole sequence: 200 new tokens after a cached
 prompt of 25 000 cost 25 000 x 25 000 again, 1.8 s a layer on two cores where 0.09 s suffice (measured), and
@@ -7,17 +7,24 @@ every turn of an agent is such an extension. Only plain causal attention is repl
 SGLang's own method.
 
 SGLang keeps routed experts in memory that it registers with CUDA for quicker copies, which needs a CUDA build
-of torch. Here they are kept in plain memory, and nothing else changes.
+of torch. Here they are kept in plain memory, and nothing else changes. Its layers with adapters ask for
+pinned memory whatever the device is, which torch refuses where there is no accelerator to pin it for: the
+same tensors are made in plain memory.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.lora import layers, torch_ops
+from sglang.srt.lora.backend import torch_backend
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
 from polarnode.engine.embedded.causal import extend
+
+MAKERS = frozenset(("tensor", "empty", "zeros", "ones", "full", "arange"))  # of tensors
 
 
 def install_cpu_attention() -> None:
@@ -86,3 +93,37 @@ def _plain(
 ) -> torch.Tensor:
     found: torch.Tensor = allocator.allocate(dims, dtype=dtype, device=device)
     return found
+
+
+def install_cpu_adapters() -> None:
+    """Take the place of `torch` in the two modules that pin memory, and of a method that can only raise. A
+    batch of the base alone leaves the adapters' slots out.
+    """
+    layers.torch = torch_backend.torch = _Unpinned()
+    torch_backend.TorchNativeLoRABackend.skip_inactive_lora_batches = True
+    for name in ("sgemm_lora_a_control_fwd", "sgemm_lora_b_control_fwd"):
+        setattr(torch_ops, name, _indexed(getattr(torch_ops, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore
+
+
+def _indexed(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """SGLang's product of a batch, indexed by numbers: a tensor as index copies weights."""
+
+    def run(x: Any, weights: Any, adapters: Any, lengths: Any, ranks: Any, *more: Any) -> torch.Tensor:
+        return product(x, weights, adapters.tolist(), lengths.tolist(), ranks.tolist(), *more)
+
+    return run
+
+
+class _Unpinned:
+    """Torch, with `pin_memory` ignored by what makes tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in MAKERS:
+            return found
+
+        def made(*args: Any, pin_memory: bool = False, **more: Any) -> Any:
+            return found(*args, **more)
+
+        return made

@@ -36,6 +36,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
 
         cpu_attention.install_cpu_attention()
         cpu_attention.install_cpu_experts()
+        cpu_attention.install_cpu_adapters()
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

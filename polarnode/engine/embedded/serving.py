@@ -12,7 +12,16 @@ from typing import Any, NoReturn
 
 from attrs import define, field
 
-from polarnode.engine.embedded.control import CONSTRAINTS, Control, Order, piece, request, routed
+from polarnode.engine.embedded.control import (
+    CONSTRAINTS,
+    Control,
+    Order,
+    piece,
+    request,
+    routed,
+    score_request,
+    scored,
+)
 from polarnode.engine.protocol import (
     Abort,
     Experts,
@@ -23,6 +32,7 @@ from polarnode.engine.protocol import (
     Load,
     Message,
     Piece,
+    Score,
     Shutdown,
     ToNode,
     encode_all,
@@ -85,7 +95,7 @@ class Serving:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Generate():
+            case Generate() | Score():
                 self._calls[message.rid] = self._start(self._generate(message))
             case Abort(rid=rid):
                 if rid in self._calls:
@@ -113,16 +123,18 @@ class Serving:
 
     # ── generation ────────────────────────────────────────────────────────────
 
-    async def _generate(self, order: Generate) -> None:
+    async def _generate(self, order: Generate | Score) -> None:
         try:
             # in a loop: generation may be held again before this task runs
             while not self._control.resumed.is_set():
                 # here, not in SGLang, so that the salt is that of the weights which will read the prompt
                 await self._control.resumed.wait()
-            await self._stream(order)
+            await (self._stream(order) if isinstance(order, Generate) else self._score(order))
         except asyncio.CancelledError:
             self.send(
                 Piece(rid=order.rid, ids=b"", logprobs=b"", version=self._control.version, finish="abort")
+                if isinstance(order, Generate)
+                else Failed(rid=order.rid, message="the row was given up", retryable=True)
             )
             raise
         except ValueError as error:
@@ -149,9 +161,26 @@ class Serving:
         async for chunk in chunks:
             sampled, meta = chunk["output_ids"], chunk["meta_info"]
             length += len(sampled)
-            last = piece(order.rid, sampled, meta, top_logprobs=order.top_logprobs, constrained=constrained)
+            last = piece(
+                order.rid,
+                sampled,
+                meta,
+                top_logprobs=order.top_logprobs,
+                constrained=constrained,
+                adapter=order.adapter,
+            )
             for message in self._with_experts(order, last, length, meta):
                 self.send(message)
+
+    async def _score(self, order: Score) -> None:
+        version, meta = self._control.version, {}
+        async for chunk in await self._engine.async_generate(**score_request(order), cache_salt=version):
+            meta = chunk["meta_info"]
+        if version != self._control.version:  # a part of the row may have been read by either
+            message = "the weights changed while the row was scored"
+            self.send(Failed(rid=order.rid, message=message, retryable=True))
+        else:
+            self.send(scored(order, meta, version))
 
     def _with_experts(
         self, order: Generate, last: Piece | Failed, length: int, meta: Mapping[str, Any]

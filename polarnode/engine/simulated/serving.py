@@ -9,6 +9,7 @@ header is looked at.
 
 import asyncio
 import heapq
+from array import array
 from collections import OrderedDict, deque
 from hashlib import blake2b
 from itertools import count
@@ -17,7 +18,7 @@ from typing import assert_never
 
 from attrs import define, field
 
-from polarnode.engine.checkpoints import BadCheckpoint, Manifest, check_folder
+from polarnode.engine.checkpoints import BadCheckpoint, Manifest, check_folder, manifest, require
 from polarnode.engine.protocol import (
     Abort,
     BeginUpdate,
@@ -31,6 +32,7 @@ from polarnode.engine.protocol import (
     JoinGroup,
     LeaveGroup,
     Load,
+    LoadAdapter,
     LoadBroadcast,
     LoadDisk,
     LoadTensors,
@@ -40,13 +42,16 @@ from polarnode.engine.protocol import (
     Piece,
     Ready,
     RollBack,
+    Score,
+    Scored,
     Shutdown,
     Simulation,
     ToNode,
+    UnloadAdapter,
     Update,
     encode_all,
 )
-from polarnode.engine.simulated.answers import Answers, RandomAnswer
+from polarnode.engine.simulated.answers import Answers, RandomAnswer, simulated_scores
 
 BLOCK = 256  # tokens: a prompt of 30 000 is 120 hashes, some 0.2 ms
 KEPT = 1 << 16  # blocks, the latest used: 16 million tokens, more than the cache of any one GPU
@@ -58,11 +63,11 @@ class Prefixes:
 
     _known: "OrderedDict[bytes, None]" = field(factory=OrderedDict, init=False)
 
-    def cached(self, prompt: bytes) -> int:
-        """The number of cached tokens of an int32 prompt, which is then cached itself. At least one token is
-        always computed.
+    def cached(self, prompt: bytes, salt: str = "") -> int:
+        """The number of cached tokens of an int32 prompt, which is then cached itself, under a salt of its
+        own where an adapter samples. At least one token is always computed.
         """
-        size, digest, leading, found = 4 * BLOCK, blake2b(digest_size=8), True, 0
+        size, digest, leading, found = 4 * BLOCK, blake2b(salt.encode(), digest_size=8), True, 0
         for start in range(0, len(prompt) - size, size):
             digest.update(prompt[start : start + size])
             key = digest.digest()
@@ -83,13 +88,16 @@ PICKLE = b"\x80"
 
 @define(eq=False)
 class Updates:
-    """The weights of one simulated host. `model` is what its checkpoint holds."""
+    """The weights of one simulated host. `model` is what its checkpoint holds, `adapters` names what is
+    loaded beside it.
+    """
 
     version: str
     model: Manifest
     _kept: bool = field(default=False, init=False)
     _loaded: int = field(default=0, init=False)
     _groups: set[str] = field(factory=set, init=False)
+    adapters: set[str] = field(factory=set, init=False)
 
     def obey(self, order: Update) -> tuple[bool, str]:
         try:
@@ -106,17 +114,22 @@ class Updates:
                 self._load(order)
                 self._loaded += 1
             case CheckUpdate():
-                _require(self._loaded > 0, "nothing was sent: send every tensor of the model")
+                require(self._loaded > 0, "nothing was sent: send every tensor of the model")
             case CommitUpdate(version=version):
                 self.version, self._kept = version, False
             case RollBack():
-                _require(self._kept, "no old weights are kept to roll back to")
+                require(self._kept, "no old weights are kept to roll back to")
                 self._kept = False
             case JoinGroup(name=name):
                 self._groups.add(name)
             case LeaveGroup(name=name):
-                _require(name in self._groups, "The group to be destroyed does not exist.")
+                require(name in self._groups, "The group to be destroyed does not exist.")
                 self._groups.discard(name)
+            case LoadAdapter(name=name, path=path):
+                require(bool(manifest(Path(path))), f"there is no adapter under {path}")
+                self.adapters.add(name)
+            case UnloadAdapter(name=name):
+                self.adapters.discard(name)
             case Memory():
                 raise BadCheckpoint("a simulated engine has no memory to give back")
             case _:
@@ -127,16 +140,11 @@ class Updates:
             case LoadDisk(path=path):
                 check_folder(Path(path), self.model)
             case LoadTensors(payloads=payloads):
-                _require(all(each.startswith(PICKLE) for each in payloads), "a payload is no pickle")
+                require(all(each.startswith(PICKLE) for each in payloads), "a payload is no pickle")
             case LoadBroadcast(group=group):
-                _require(group in self._groups, f"Group {group} not in {sorted(self._groups)}")
+                require(group in self._groups, f"Group {group} not in {sorted(self._groups)}")
             case _:
                 assert_never(order)
-
-
-def _require(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise BadCheckpoint(sentence)
 
 
 LOAD_INTERVAL = 0.25  # seconds, as the real host's
@@ -169,6 +177,7 @@ class Serving:
     ready: Ready
     updates: Updates
     _requests: dict[str, SimulatedRequest] = field(factory=dict, init=False)
+    _scores: dict[str, asyncio.TimerHandle] = field(factory=dict, init=False)  # rows that are read
     # bounded by the calls the node has in flight
     _waiting: "deque[SimulatedRequest]" = field(factory=deque, init=False)
     _running: int = field(default=0, init=False)
@@ -203,6 +212,11 @@ class Serving:
         match message:
             case Generate():
                 self._take(message)
+            case Score():
+                self._score(message)
+            case Abort(rid=rid) if rid in self._scores:
+                self._scores.pop(rid).cancel()
+                self._outbox.append(Failed(rid=rid, message="the row was given up", retryable=True))
             case Abort(rid=rid):
                 self._abort(rid)
             case _:
@@ -221,6 +235,8 @@ class Serving:
 
     def _take(self, order: Generate) -> None:
         try:
+            if order.adapter and order.adapter not in self.updates.adapters:
+                raise ValueError(f"adapter version {order.adapter} is not loaded")
             answer = self.answers.answer(order)
         except ValueError as error:
             self._outbox.append(Failed(rid=order.rid, message=str(error), retryable=False))
@@ -233,6 +249,21 @@ class Serving:
         self._waiting.append(request)
         self._admit()
 
+    def _score(self, order: Score) -> None:
+        """A row takes as long as its prefill."""
+        rate = self.settings.prefill_tokens_per_s
+        seconds = self.settings.first_token_s + (len(order.row) / 4 / rate if rate else 0.0)
+        self._scores[order.rid] = asyncio.get_running_loop().call_later(seconds, self._scored, order)
+
+    def _scored(self, order: Score) -> None:
+        if self._paused_at is not None:  # it is computed after the pause
+            self._score(order)
+            return
+        del self._scores[order.rid]
+        logprobs = simulated_scores(array("i", order.row), order.start)
+        self._outbox.append(Scored(rid=order.rid, logprobs=logprobs.tobytes(), version=self.updates.version))
+        self._wake.set()
+
     def _admit(self) -> None:
         """Start requests that may run. None starts while paused, because its prompt would be computed by
         weights that are about to change.
@@ -243,7 +274,7 @@ class Serving:
             if request.over:
                 continue
             self._running += 1
-            request.cached = self._prefixes.cached(request.order.prompt)
+            request.cached = self._prefixes.cached(request.order.prompt, request.order.adapter)
             rate = self.settings.prefill_tokens_per_s
             prefill = (len(request.order.prompt) // 4 - request.cached) / rate if rate else 0.0
             request.begun = now + self.settings.first_token_s + prefill
@@ -261,9 +292,12 @@ class Serving:
         request = self._requests.get(rid)
         if request is not None:
             self._outbox.append(
-                Piece(rid=rid, ids=b"", logprobs=b"", version=self.updates.version, finish="abort")
+                Piece(rid=rid, ids=b"", logprobs=b"", version=self._version(request.order), finish="abort")
             )
             self._end(request)
+
+    def _version(self, order: Generate) -> str:
+        return order.adapter or self.updates.version
 
     def _end(self, request: SimulatedRequest) -> None:
         request.over = True
@@ -308,7 +342,7 @@ class Serving:
             rid=request.order.rid,
             ids=request.answer.ids[first:last].tobytes(),
             logprobs=request.answer.logprobs[first:last].tobytes(),
-            version=self.updates.version,
+            version=self._version(request.order),
             finish=request.answer.finish if last == total else None,
             cached_tokens=request.cached,
             alternative_ids=ids[first * others : last * others],

@@ -1,0 +1,400 @@
+"""The adapters of a node: their files below its state_dir, their versions in its journal, and both after a
+restart.
+
+The files of a version are the node's own copy, written whole before the engine is told of them, so that a
+restarted engine host or node has them whatever became of the trainer's. A version is in the journal before a
+token is sampled by it, and what is in the journal is served: a node that is killed before serves the version
+before, one that is killed after the new one. A version that cannot be served again is named in status, and
+the tasks of its adapter are refused with the reason.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from polarnode.core.codec.tasks import ADAPTER
+from polarnode.core.errors import ConfigError, Conflict, DiskFull, EngineError, PolarnodeError, Refused
+from polarnode.core.weights import AdapterReport, AdaptersState, AdapterState
+from polarnode.engine.checkpoints import BadCheckpoint, head
+from polarnode.engine.weight_values import DiskSource, Served
+from polarnode.engine.weights import WRITTEN_S, Weights, plain_of, served_of
+from polarnode.support.bounded import private_opener
+
+# a part of a path on every disk, of a URL, and a name in the engine
+VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,127}")
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names them
+# rank 64 of every linear layer of a 70B model is 1.7 GB in bfloat16, and twice that in float32
+MOST_BYTES: Final = 4 << 30
+# PEFT's are of some kilobytes; one that names each module of a model, of hundreds
+MOST_CONFIG: Final = 1 << 20
+INCOMING: Final = ".incoming-"  # a folder that is not whole; no adapter's name begins so
+
+
+@frozen(kw_only=True)
+class AdapterOrder:
+    """A version of an adapter, to be served from a folder of this machine."""
+
+    name: str
+    version: str
+    source: DiskSource
+
+
+@define(eq=False)
+class AdapterStore:
+    """One adapter is replaced at a time, and none while the base is updated. Call `restore` first.
+    `reserve`: bytes of the disk that are kept free; `rank` and `slots` are the settings.
+    """
+
+    weights: Weights
+    folder: Path
+    reserve: int
+    rank: int = 0
+    slots: int = 0
+    _served: dict[str, Served] = field(factory=dict, init=False)
+    _updates: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.folder = self.folder.absolute()  # engine hosts work in folders of their own
+
+    # ── new versions ──────────────────────────────────────────────────────────
+
+    async def update(self, order: AdapterOrder) -> AdapterReport:
+        """Serve an adapter from a folder. The same order again has the same answer. Conflict for a version
+        that names other weights; Refused, DiskFull and EngineError with the version before served.
+        """
+        source = Path(order.source.path)
+        self._check(order.name, order.version)
+        if not source.is_absolute() or "\0" in order.source.path:
+            raise Refused("source.path must be an absolute path of this machine", path="$.source.path")
+        with self._incoming(order.name) as folder:
+            await trio.to_thread.run_sync(self._copy, source, folder)
+            return await self._serve(order.name, order.version, folder, {"path": str(source)})
+
+    async def serve_from_start(self, folders: Mapping[str, str], report: Callable[[str], None]) -> None:
+        """Serve adapters that the settings name. Their versions are named after their content, so that a
+        restart serves the same one. Later versions of a name stay; ConfigError for what cannot be served.
+        """
+        for name, path in folders.items():
+            digest = await trio.to_thread.run_sync(_digest, Path(path))
+            source = DiskSource(path=str(await trio.Path(path).absolute()))
+            try:
+                await self.update(
+                    AdapterOrder(name=name, version=f"{name}-{digest[:12] or 'start'}", source=source)
+                )
+            except PolarnodeError as error:
+                versions = self.weights.engines.adapters.versions(name)
+                if not versions or not isinstance(error, Conflict):
+                    raise ConfigError(f"adapters.{name}: {error}") from error
+                report(f"adapter {name!r} stays at version {versions[-1]!r}, which came after {path}")
+
+    async def receive(
+        self, name: str, version: str, body: AsyncIterable[bytes], announced: int
+    ) -> AdapterReport:
+        """Serve an adapter that comes as the bytes of a safetensors file, whose metadata has PEFT's
+        configuration as `adapter_config`. `announced`: the bytes to come, 0 where nobody says.
+        """
+        self._check(name, version)
+        with self._incoming(name) as folder:
+            await self._write(folder / TENSORS, body, announced)
+            await trio.to_thread.run_sync(_unpack_config, folder)
+            return await self._serve(name, version, folder, {})
+
+    async def delete(self, name: str) -> AdapterState | None:
+        """Forget an adapter, and its files. Conflict while sessions sample by it; None where it is
+        unknown.
+        """
+        async with self.weights.alone():
+            engine = self.weights.engines.adapters
+            state = next((each for each in engine.status() if each.name == name), None)
+            if state is None:
+                return None
+            engine.drop(name)
+            served = self._served.pop(name)
+            with trio.CancelScope(shield=True):  # bounded by WRITTEN_S
+                gone = evolve(served, source={**served.source, "deleted": "true"})
+                self.weights.journal.weights_changed(served.version, plain_of(gone))
+                await self._written()
+                await trio.to_thread.run_sync(_remove, self.folder / name)
+            return evolve(state, loaded=False)
+
+    def status(self) -> AdaptersState:
+        return AdaptersState(
+            adapters=self.weights.engines.adapters.status(),
+            lora_rank=self.rank,
+            lora_slots=self.slots,
+            updates=self._updates,
+        )
+
+    # ── files ─────────────────────────────────────────────────────────────────
+
+    def _check(self, name: str, version: str) -> None:
+        """Raise before anything is read or written."""
+        self.weights.engines.adapters.insist()
+        if ADAPTER.fullmatch(name) is None:
+            raise Refused(
+                "name must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit",
+                path="$.name",
+            )
+        if VERSION.fullmatch(version) is None:
+            raise Refused(
+                "version must be 1 to 128 letters, digits, '.', '_', ':', '~' or '-', and begin with a letter"
+                " or digit",
+                path="$.version",
+            )
+
+    @contextmanager
+    def _incoming(self, name: str) -> Iterator[Path]:
+        """A folder for files that are not served yet. What is left of it is removed."""
+        folder = self.folder / f"{INCOMING}{name}-{uuid4().hex}"
+        folder.mkdir(parents=True, mode=0o700)
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+    def _copy(self, source: Path, folder: Path) -> None:
+        for name, most in ((CONFIG, MOST_CONFIG), (TENSORS, MOST_BYTES)):
+            try:
+                size = (source / name).stat().st_size
+            except OSError as error:
+                raise Refused(
+                    f"{source / name} cannot be read ({error.strerror}): name a folder of this machine that"
+                    " PEFT's save_pretrained wrote, with safetensors",
+                    path="$.source.path",
+                ) from None
+            _insist_small(name, size, most)
+            self._insist_room(size)
+            shutil.copyfile(source / name, folder / name)
+
+    async def _write(self, path: Path, body: AsyncIterable[bytes], announced: int) -> None:
+        _insist_small(TENSORS, announced, MOST_BYTES)
+        size = 0
+        async with await trio.open_file(path, "wb", opener=private_opener) as file:
+            async for data in body:
+                self._insist_room(max(len(data), announced - size))
+                size += len(data)
+                _insist_small(TENSORS, size, MOST_BYTES)
+                await file.write(data)
+
+    def _insist_room(self, size: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free - size < self.reserve:
+            raise DiskFull(
+                f"{free >> 20} MiB are free for {size >> 20} MiB of an adapter, and {self.reserve >> 20} MiB"
+                " stay free (disk_reserve_mb): free some, or delete adapters that no run uses"
+            )
+
+    # ── serving ───────────────────────────────────────────────────────────────
+
+    async def _serve(self, name: str, version: str, folder: Path, source: dict[str, str]) -> AdapterReport:
+        began = trio.current_time()
+        digest = await trio.to_thread.run_sync(_digest, folder)
+        async with self.weights.alone():
+            if (again := await self._again(name, version, digest)) is not None:
+                return again
+            self.weights.insist_free()
+            base = self.weights.engines.versions[-1]
+            served = Served(
+                version=version,
+                mode="in_place",
+                source={"kind": "adapter", "adapter": name, "base": base, **source},
+                seconds=0.0,
+                hosts=(),
+                digest=digest,
+                model=self.weights.model,
+            )
+            with trio.CancelScope(shield=True):  # bounded by the engine's own bounds, and WRITTEN_S
+                place = self.folder / name / version
+                await trio.to_thread.run_sync(_place, folder, place)
+                try:
+                    # loaded, written down, then sampled by
+                    write = partial(self._write_down, served, began)
+                    await self.weights.engines.adapters.put(name, version, place, loaded=write)
+                except BaseException:
+                    _remove(place)
+                    raise
+                await self._prune(name)
+            self._updates += 1
+            return _report(self._served[name], created=True)
+
+    async def _write_down(self, served: Served, began: float) -> None:
+        served = evolve(served, seconds=trio.current_time() - began)
+        self.weights.journal.weights_served(served.version, plain_of(served))
+        await self._written()
+        self._served[served.source["adapter"]] = served
+
+    async def _again(self, name: str, version: str, digest: str) -> AdapterReport | None:
+        """The report of a version that is served already; None for a new one, or one that this node served
+        last and could not bring back. Conflict for a version that names other weights.
+        """
+        row = await self.weights.journal.weights_of(version)
+        if row is None:
+            if version in self.weights.engines.versions:
+                raise Conflict(
+                    f"version {version!r} is that of the base weights: give the adapter's one of its own"
+                )
+            return None
+        recorded = served_of(row)
+        if row.adapter != name or recorded.digest != digest or "deleted" in recorded.source:
+            raise Conflict(f"version {version!r} named other weights: give these a version of their own")
+        if (current := self._served.get(name)) is not None and current.version == version:
+            lost = name in self.weights.engines.adapters.lost
+            return None if lost else _report(recorded, created=False)
+        raise Conflict(
+            f"version {version!r} of adapter {name!r} was served before and another is now: give these"
+            " weights a version of their own"
+        )
+
+    async def _written(self) -> None:
+        with trio.move_on_after(WRITTEN_S):
+            await self.weights.journal.flushed()
+
+    async def _prune(self, name: str) -> None:
+        """Remove the files of versions that no engine host could be asked to load again."""
+        engine = self.weights.engines.adapters
+        wanted = {*engine.kept, *engine.versions(name)[-1:]}
+
+        def prune() -> None:
+            for each in (self.folder / name).iterdir():
+                if each.name not in wanted:
+                    _remove(each)
+
+        await trio.to_thread.run_sync(prune)
+
+    # ── after a restart ───────────────────────────────────────────────────────
+
+    async def restore(self, report: Callable[[str], None]) -> None:
+        """Serve each adapter's last version again, and `report` what was not whole or cannot be served."""
+        rows = [served_of(row) for row in await self.weights.journal.adapters()]
+        last: dict[str, Served] = {}
+        for served in rows:
+            last.setdefault(served.source["adapter"], served)
+        wanted = {name: served for name, served in last.items() if "deleted" not in served.source}
+        for name in await trio.to_thread.run_sync(
+            _swept, self.folder, {(each.source["adapter"], each.version) for each in rows}, wanted.keys()
+        ):
+            report(
+                f"a version of adapter {name!r} was not served yet when the node ended, and its files are"
+                " removed: send it again"
+            )
+        engine = self.weights.engines.adapters
+        for name, served in wanted.items():
+            self._served[name] = served
+            why = await self._why_not(name, served)
+            if why is None:
+                report(f"serving version {served.version!r} of adapter {name!r}")
+                await self._prune(name)
+            else:
+                engine.lost[name] = (
+                    f"adapter {name!r} is not served: its last version, {served.version!r}, {why}; send it"
+                    " again, or another version"
+                )
+                report(engine.lost[name])
+
+    async def _why_not(self, name: str, served: Served) -> str | None:
+        """Why a version cannot be served again; None when it is served now."""
+        base, folder = self.weights.engines.versions[-1], self.folder / name / served.version
+        if served.model != self.weights.model:
+            return f"is of another model, {served.model}"
+        if served.source["base"] != base:
+            return f"is of the base weights {served.source['base']!r}, and {base!r} are served"
+        if not await trio.Path(folder).is_dir():
+            return f"has no files any more: {folder} is gone"
+        if await trio.to_thread.run_sync(_digest, folder) != served.digest:
+            return f"has damaged files: those in {folder} have changed"
+        try:
+            await self.weights.engines.adapters.put(name, served.version, folder)
+        except (Conflict, EngineError, Refused) as error:
+            return f"cannot be loaded: {error}"
+        return None
+
+
+def _report(served: Served, *, created: bool) -> AdapterReport:
+    return AdapterReport(
+        name=served.source["adapter"],
+        version=served.version,
+        source=served.source,
+        seconds=served.seconds,
+        created=created,
+    )
+
+
+# ── folders; each of these runs in a thread ───────────────────────────────────
+
+
+def _insist_small(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise Refused(f"{name} has {size} bytes, and at most {most} are taken: is it an adapter?")
+
+
+def _unpack_config(folder: Path) -> None:
+    """Write the configuration that the tensors' file carries."""
+    try:
+        found = head(folder / TENSORS).get("__metadata__", {}).get("adapter_config")
+    except (BadCheckpoint, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise Refused(f"the body is no safetensors file: {error}") from None
+    if not isinstance(found, str):
+        raise Refused(
+            "the body's __metadata__ has no adapter_config: put PEFT's adapter_config.json there, as text"
+        )
+    _insist_small("adapter_config", len(found), MOST_CONFIG)
+    (folder / CONFIG).write_text(found)
+
+
+def _digest(folder: Path) -> str:
+    """Of the content of both files; empty where one is missing."""
+    whole = sha256()
+    for name in (CONFIG, TENSORS):
+        try:
+            with (folder / name).open("rb") as file:
+                whole.update(file_digest(file, "sha256").digest())
+        except OSError:
+            return ""
+    return whole.hexdigest()
+
+
+def _place(folder: Path, place: Path) -> None:
+    """Give whole files their place. All of it is on the disk when this returns."""
+    place.parent.mkdir(exist_ok=True, mode=0o700)
+    _remove(place)  # of a version that could not be served again
+    folder.rename(place)
+    for each in (*place.iterdir(), place, place.parent, place.parent.parent):
+        _sync(each)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _swept(folder: Path, known: Collection[tuple[str, str]], names: Collection[str]) -> list[str]:
+    """Remove what was not served yet when the node ended, and adapters that are none of `names`: they were
+    deleted. The adapters of the former.
+    """
+    folder.mkdir(exist_ok=True, mode=0o700)
+    found = {
+        each: each.name.removeprefix(INCOMING).rpartition("-")[0] for each in folder.glob(f"{INCOMING}*")
+    }
+    for each in folder.glob("[!.]*/*"):
+        if (each.parent.name, each.name) not in known:
+            found[each] = each.parent.name
+    for each in (*found, *(each for each in folder.iterdir() if each.name not in names)):
+        _remove(each)
+    return sorted(found.values())

@@ -1,0 +1,349 @@
+"""Finished sessions evaluated again, without inference: because a judge was down, or a test was wrong.
+
+An evaluator that reads turns alone needs the journal. One that works in the session's workspace gets it made
+again: a prepared container with the workdir that was kept. Invariants: a later reward is an event of its own
+and changes nothing that was published; a session that was cut off gets no reward, as it got none at first;
+whatever an evaluation comes to is said once, in its status and in an event, so that nobody waits.
+"""
+
+import logging
+import math
+import shutil
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from posixpath import normpath
+
+import trio
+from attrs import define, evolve, field
+
+from polarnode import harnesses
+from polarnode.containers.files import (
+    WORKDIR,
+    WORKSPACE_ENDING,
+    artifacts_path,
+    kept_whole,
+    workspace_path,
+)
+from polarnode.containers.runtime import RESTORING, PodmanRuntime
+from polarnode.core.codec.json import dump_json, plain, structure
+from polarnode.core.codec.tasks import MAX_EVALUATED
+from polarnode.core.errors import (
+    Busy,
+    Conflict,
+    DiskFull,
+    JournalError,
+    PolarnodeError,
+    Refused,
+    RuntimeFault,
+    Unreadable,
+    boundary,
+)
+from polarnode.core.status import EvaluationStatus, RewardEvent
+from polarnode.core.task import EvaluationSpec, EvaluatorSpec, HarnessSpec, RuntimeSpec
+from polarnode.core.trajectory import Outcome, Status, Trajectory
+from polarnode.evaluators import registry
+from polarnode.evaluators.contract import Evaluator, Kept
+from polarnode.journal import entries
+from polarnode.journal.entries import Entry, evaluation_entry, refusal_entry, reward_entry
+from polarnode.journal.journal import Journal
+from polarnode.merge.trajectory import Identity, Result
+from polarnode.rollouts.captures import HARNESS
+from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
+from polarnode.rollouts.lifecycle import new_session_id
+from polarnode.rollouts.services import NodeServices, SessionOrder
+from polarnode.rollouts.session_containers import LAST, Containers, Gone
+
+logger = logging.getLogger(__name__)
+
+# evaluations that are not finished: each holds its request in memory, of at most 64 MiB
+MOST_OPEN = 64
+RETRY_S = 10.0  # a session of an evaluation takes seconds
+# between two looks for kept workspaces that the journal has forgotten the sessions of: retention is in hours
+SWEEP_S = 3600.0
+UNKNOWN = "it is not in this node's journal: it never was, or retention has pruned it"
+SPENT = ("run", "turns", "tokens")  # clocks of a run
+
+Pending = tuple[EvaluationStatus, str]
+Queue = tuple[trio.MemorySendChannel[Pending], trio.MemoryReceiveChannel[Pending]]
+
+
+@define(eq=False, kw_only=True)
+class Evaluations:
+    """Evaluates finished sessions again, without inference. Whatever comes of it is an event beside the
+    session's trajectory, which stays as it was.
+
+    What was accepted is in the journal, and is gone on with after a restart. Rollouts come first: a worker
+    takes a place in a stage when no session waits for it. `workers`: sessions evaluated at once.
+    """
+
+    services: NodeServices
+    journal: Journal
+    workers: int
+    _accepting: trio.Lock = field(factory=trio.Lock, init=False)  # requests with one key are one evaluation
+    _left: Counter[str] = field(factory=Counter, init=False)  # sessions not settled, by evaluation
+    _queue: Queue = field(factory=lambda: trio.open_memory_channel[Pending](math.inf), init=False)
+
+    async def accept(self, spec: EvaluationSpec, *, idempotency_key: str | None) -> EvaluationStatus:
+        """Accept an evaluation, or repeat the answer to an identical earlier one. Raises Refused, Conflict,
+        Busy or DiskFull.
+        """
+        async with self._accepting:
+            key = idempotency_key or None
+            found = await self.journal.query(entries.evaluation, None, key) if key else None
+            if found is None:
+                return await self._taken(spec, key)
+            if found.spec != spec:
+                raise Conflict(
+                    f"evaluation {found.evaluation_id} was requested before with another body: give this one"
+                    " its own Idempotency-Key"
+                )
+            return evolve(found, created=False)
+
+    async def _taken(self, spec: EvaluationSpec, idempotency_key: str | None) -> EvaluationStatus:
+        if self.journal.refuses_tasks:
+            raise DiskFull("the journal's disk is full: free some, then send the evaluation again")
+        if len(self._left) >= MOST_OPEN:
+            raise Busy(f"{MOST_OPEN} evaluations are not finished: send it later", retry_after=RETRY_S)
+        if spec.evaluator is not None:
+            self._evaluator(spec.evaluator)
+        sessions = await self._standing(spec)
+        evaluation_id = f"evaluation-{new_session_id()}"
+        self.journal.write(
+            evaluation_entry(
+                spec,
+                sessions,
+                evaluation_id=evaluation_id,
+                idempotency_key=idempotency_key,
+                now=self.journal.now(),
+            )
+        )
+        await self.journal.flushed()
+        accepted = await self.status(evaluation_id)
+        if accepted is None:
+            raise JournalError("the evaluation could not be written: look at the journal's disk")
+        self._enqueue(accepted)
+        return accepted
+
+    async def _standing(self, spec: EvaluationSpec) -> dict[str, str | None]:
+        """Why each session cannot be evaluated, None where it can. Refused where none can."""
+        ids = tuple(dict.fromkeys(spec.sessions)) or await self.journal.query(
+            entries.places_of, spec.task_id, spec.group_id
+        )
+        name = spec.task_id or spec.group_id or ""
+        path = "$.sessions" if spec.sessions else "$.group_id" if spec.task_id is None else "$.task_id"
+        if not 0 < len(ids) <= MAX_EVALUATED:
+            raise Refused(
+                f"{name} has {len(ids)} sessions in this journal: name 1 to {MAX_EVALUATED}", path=path
+            )
+        over = await self.journal.query(entries.standing, ids)
+        why = {True: None, False: "it is not over: send it when its trajectory has come", None: UNKNOWN}
+        found = {each: why[over.get(each)] for each in ids}
+        if None not in found.values():
+            raise Refused(f"no session can be evaluated; {ids[0]}: {found[ids[0]]}", path=path)
+        return found
+
+    def _evaluator(self, spec: EvaluatorSpec) -> Evaluator:
+        with boundary(Refused, "the evaluator cannot work with this config"):
+            services = self.services
+            return registry.find(spec, allowed_imports=services.allowed_imports, judges=services.judges)
+
+    async def status(self, evaluation_id: str) -> EvaluationStatus | None:
+        """An evaluation's progress; None for an unknown one."""
+        return await self.journal.query(entries.evaluation, evaluation_id)
+
+    def statistics(self) -> dict[str, int]:
+        """How many evaluations are not finished, and how many sessions they have left."""
+        return {"open": len(self._left), "sessions": self._left.total()}
+
+    # ── the work ──────────────────────────────────────────────────────────────
+
+    async def run(self, ready: trio.Event) -> None:
+        """Evaluate what is pending, and what is accepted, until cancelled."""
+        for record in await self.journal.query(entries.pending_evaluations):
+            self._enqueue(record)
+        folder = self.services.log_dir
+        for each in folder.glob(f"{RESTORING}*"):  # of an earlier run of the node, which was killed
+            await trio.to_thread.run_sync(partial(shutil.rmtree, each, ignore_errors=True))
+        ready.set()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._sweep)
+            for _ in range(self.workers):
+                nursery.start_soon(self._work)
+
+    def _enqueue(self, record: EvaluationStatus) -> None:
+        for each in record.sessions:
+            if each.state == "pending":
+                self._left[record.evaluation_id] += 1
+                self._queue[0].send_nowait((record, each.session_id))
+
+    async def _work(self) -> None:
+        async for record, session_id in self._queue[1]:
+            try:
+                entry = await self._entry(record, session_id)
+            except Exception as error:
+                # the isolation edge: one session's bug never stops the others, or the node
+                logger.exception("the evaluation of session %s met a bug", session_id)
+                why = f"a bug of the node, see its log: {type(error).__name__}: {error}"
+                entry = refusal_entry(record.evaluation_id, session_id, why)
+            self.journal.write(entry)
+            await self.journal.flushed()
+            self._left[record.evaluation_id] -= 1
+            self._left += Counter()  # drops those at 0
+
+    async def _entry(self, record: EvaluationStatus, session_id: str) -> Entry:
+        trajectory = await self.journal.trajectory(session_id)
+        if record.spec is None or trajectory is None:
+            why = UNKNOWN if trajectory is None else "the evaluation's row is damaged: send it again"
+            return refusal_entry(record.evaluation_id, session_id, why)
+        given = RewardEvent(
+            session_id=session_id,
+            task_id=trajectory.task_id,
+            group_id=trajectory.group_id,
+            sample_index=trajectory.sample_index,
+            reward=None,
+            first_reward=trajectory.reward,
+            evaluation_id=record.evaluation_id,
+            reason=record.spec.reason,
+        )
+        try:
+            order = await self._order(record.spec, trajectory)
+            spec = order.spec.evaluator
+            digest = sha256(dump_json(plain(spec))).hexdigest()[:16]
+            given = evolve(given, evaluator=order.evaluator.name, evaluator_digest=digest)
+            result = await self._result(order, trajectory)
+        except PolarnodeError as error:
+            result = Result(outcome=fault_outcome(error))
+        return reward_entry(evolve(_with_result(given, result), given=self.journal.now()))
+
+    async def _order(self, spec: EvaluationSpec, trajectory: Trajectory) -> SessionOrder:
+        """The session's order, made again. Raises Refused or Unreadable where that is impossible."""
+        task = await self.journal.task(trajectory.task_id)
+        if trajectory.damaged or task is None or task.damaged is not None:
+            part = trajectory.damaged[0].part if trajectory.damaged else "task"
+            raise Unreadable(
+                f"the session is damaged in the journal ({part}): what it did is not known whole"
+            )
+        captured = task.spec.harness.name == HARNESS
+        harness = HarnessSpec(command=("true",)) if captured else task.spec.harness
+        evaluator = spec.evaluator or task.spec.evaluator
+        return SessionOrder(
+            identity=Identity(
+                session_id=trajectory.session_id,
+                task_id=trajectory.task_id,
+                group_id=trajectory.group_id,
+                sample_index=trajectory.sample_index,
+                harness=trajectory.harness,
+                harness_version=trajectory.harness_version,
+                model=trajectory.model,
+                node=trajectory.node,
+                attempt=trajectory.attempt,
+            ),
+            spec=evolve(task.spec, evaluator=evaluator),
+            harness=harnesses.find(harness, allowed_imports=self.services.allowed_imports),
+            evaluator=self._evaluator(evaluator),
+        )
+
+    async def _result(self, order: SessionOrder, trajectory: Trajectory) -> Result:
+        outcome, stages, spec = _run_outcome(trajectory), self.services.stages, order.spec.runtime
+        tar = _kept(self.services.log_dir, trajectory, spec)
+        # what was kept of the session stays as it is
+        order = evolve(
+            order, spec=evolve(order.spec, runtime=evolve(spec, artifacts=(), keep_workspace=False))
+        )
+        containers = Containers(order, self.services)
+        async with AsyncExitStack() as stack:
+            runtime: PodmanRuntime | Gone = Gone(why=_why_gone(trajectory), workdir=order.runtime.workdir)
+            if tar is not None or order.fresh:
+                await self.services.ensure_image(order.runtime.image)
+            if tar is not None:
+                async with stages.init.slot(priority=LAST):
+                    with trio.move_on_after(order.spec.budgets.init_s) as init:
+                        runtime = opened = await opened_twice(containers, stack)
+                        await opened.restore_workdir(tar)
+                if init.cancelled_caught:
+                    raise RuntimeFault(f"its container was not ready after {order.spec.budgets.init_s:g} s")
+            kept = Kept(folder=None if tar is None else order.runtime.workdir, patch=_patch(trajectory))
+            async with stages.post.slot(priority=LAST):
+                return await evaluated(containers, runtime, outcome, trajectory.turns, kept=kept)
+
+    async def _sweep(self) -> None:
+        """Remove kept workspaces whose sessions the journal has pruned."""
+        while True:
+            try:
+                for each in await trio.to_thread.run_sync(_old_workspaces, self.services.log_dir):
+                    if await self.journal.session(each.name.removesuffix(WORKSPACE_ENDING)) is None:
+                        await trio.Path(each).unlink(missing_ok=True)
+            except (OSError, PolarnodeError) as error:
+                logger.warning("kept workspaces are looked through again in an hour: %s", error)
+            await trio.sleep(SWEEP_S)
+
+
+def _old_workspaces(folder: Path) -> list[Path]:
+    """A younger one may be of a session whose rows are not on the journal's disk yet."""
+    before = time.time() - SWEEP_S
+    return [each for each in folder.glob(f"*{WORKSPACE_ENDING}") if each.stat().st_mtime < before]
+
+
+def _with_result(given: RewardEvent, result: Result) -> RewardEvent:
+    verdict, outcome = result.verdict, result.outcome
+    if verdict is None:
+        return evolve(given, error=outcome.reason or outcome.status, boundary=outcome.boundary)
+    return evolve(
+        given,
+        reward=verdict.reward,
+        metrics=verdict.metrics,
+        lineage_rewards={str(lineage): reward for lineage, reward in verdict.lineage_rewards.items()},
+        turn_rewards={str(turn): reward for turn, reward in verdict.turn_rewards.items()},
+    )
+
+
+def _run_outcome(trajectory: Trajectory) -> Outcome:
+    """How the session's run ended. Refused where it was cut off: such a session has no reward at all."""
+    outcome, ran = trajectory.outcome, trajectory.metrics.get("run_outcome")
+    if ran is not None:
+        return structure(ran, Outcome)
+    if outcome.boundary == "evaluator":  # of a journal before the run's own outcome was kept
+        status: Status = (
+            "timeout" if outcome.clock in SPENT else "failed" if outcome.exit_code else "completed"
+        )
+        return Outcome(status=status, clock=outcome.clock, exit_code=outcome.exit_code)
+    if outcome.status not in ("completed", "failed", "timeout") or outcome.clock == "init":
+        how = outcome.status if outcome.reason is None else f"{outcome.status} ({outcome.reason})"
+        raise Refused(
+            f"the session ended as {how} before it could be evaluated: what it left is not its work"
+        )
+    return outcome
+
+
+def _kept(folder: Path, trajectory: Trajectory, spec: RuntimeSpec) -> Path | None:
+    """The tar with the session's whole workdir: a workspace that was kept, or artifacts that have it."""
+    found = [("workspace", workspace_path)]
+    if any(normpath(path) == WORKDIR for path in spec.artifacts):
+        found.append(("artifacts", artifacts_path))
+    for name, path in found:
+        tar = path(folder, trajectory.session_id)
+        if kept_whole(trajectory.metrics.get(name)) and tar.is_file():
+            return tar
+    return None
+
+
+def _why_gone(trajectory: Trajectory) -> str:
+    kept = trajectory.metrics.get("workspace")
+    how = "" if kept is None else f" whole ({dump_json(kept).decode()[:500]})"
+    return (
+        f"the session's workspace was not kept{how}, and this evaluator works in it: set"
+        " runtime.keep_workspace in tasks that are to be evaluated again"
+    )
+
+
+def _patch(trajectory: Trajectory) -> bytes | None:
+    """The agent's patch, if the metrics of its first evaluation show all of it."""
+    evaluation = trajectory.metrics.get("evaluation")
+    shown = evaluation.get("patch") if isinstance(evaluation, dict) else None
+    text = shown.get("text") if isinstance(shown, dict) else None
+    whole = isinstance(text, str) and isinstance(shown, dict) and len(text.encode()) == shown.get("bytes")
+    return text.encode() if isinstance(text, str) and whole else None

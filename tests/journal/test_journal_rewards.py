@@ -1,0 +1,127 @@
+"""Rewards given after a session's first: numbered in the transaction, once for each evaluation, never in place
+of the first.
+"""
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from journal_samples import Clock, write_sessions
+
+from polarnode.core.status import RewardEvent
+from polarnode.core.task import EvaluationSpec, EvaluatorSpec
+from polarnode.journal import entries
+from polarnode.journal.check import check_journal
+from polarnode.journal.entries import evaluation_entry, refusal_entry, reward_entry
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.values import Filters, Retention
+
+SPEC = EvaluationSpec(sessions=("a", "b"), evaluator=EvaluatorSpec(name="command"), reason="a wrong test")
+REWARDS = Filters(kinds=("reward",))
+
+
+def accept(journal: Journal, name: str, sessions: Mapping[str, str | None], **more: Any) -> None:
+    journal.write(evaluation_entry(SPEC, sessions, evaluation_id=name, idempotency_key=None, now=5.0, **more))
+
+
+def give(journal: Journal, name: str, session_id: str, reward: float | None, **more: Any) -> None:
+    given = RewardEvent(
+        session_id=session_id,
+        task_id=session_id,
+        group_id=session_id,
+        reward=reward,
+        evaluation_id=name,
+        given=6.0,
+        **more,
+    )
+    journal.write(reward_entry(given))
+
+
+async def keys(journal: Journal, filters: Filters | None = None) -> list[str]:
+    await journal.flushed()
+    return [each.key for each in (await journal.events(0, filters=filters)).events]
+
+
+async def test_each_evaluation_gives_a_session_one_numbered_reward(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    async with open_journal(path, now=lambda: 1.0) as journal:
+        write_sessions(journal)
+        await journal.flushed()
+        first = await journal.events(0, filters=Filters(task_id="a"))
+        accept(journal, "e1", {"a": None, "b": None, "gone": "no session gone"})
+        accept(journal, "e2", {"a": None})
+        for _ in range(2):  # an entry may be applied twice
+            give(journal, "e1", "a", 0.5)
+            give(journal, "e2", "a", None, error="the judge is down", boundary="evaluator")
+        assert await keys(journal, REWARDS) == ["reward:a:1", "reward:a:2"]
+        assert not [key for key in await keys(journal) if key.startswith("reward")], (
+            "a usual reader gets none"
+        )
+        found = await journal.query(entries.evaluation, "e1")
+        assert found is not None
+        assert (found.spec, found.submitted) == (SPEC, 5.0)
+        assert [
+            (one.session_id, one.state, one.n, one.first_reward, one.reward) for one in found.sessions
+        ] == [
+            ("a", "evaluated", 1, 1.0, 0.5),
+            ("b", "pending", None, 1.0, None),
+            ("gone", "refused", None, None, None),
+        ]
+        assert [each.evaluation_id for each in await journal.query(entries.pending_evaluations)] == ["e1"]
+        last = (await journal.events(0, filters=REWARDS)).events[-1]
+        body = orjson.loads(last.body)
+        assert (body["n"], body["reward"], body["error"]) == (2, None, "the judge is down")
+        assert (await journal.events(0, filters=Filters(task_id="a"))).events == first.events
+    async with open_journal(path, now=lambda: 1.0) as journal:  # another life
+        assert [each.evaluation_id for each in await journal.query(entries.pending_evaluations)] == ["e1"]
+        journal.write(refusal_entry("e1", "b", "it is damaged"))
+        await journal.flushed()
+        assert await journal.query(entries.pending_evaluations) == ()
+        assert await journal.query(entries.places_of, "a", None) == ("a",)
+        assert await journal.query(entries.places_of, None, "b") == ("b",)
+    assert check_journal(path).faults == ()
+
+
+async def test_pruning_takes_an_evaluation_with_its_last_reward(tmp_path: Path) -> None:
+    path, clock = tmp_path / "journal.sqlite", Clock(1000.0)
+    retention = Retention(acknowledged_s=10.0)
+    async with open_journal(path, now=lambda: clock.time, retention=retention) as journal:
+        write_sessions(journal)
+        accept(journal, "e1", {"a": None, "b": None})
+        give(journal, "e1", "a", 0.5)
+        await journal.flushed()
+        for seconds in (0.0, 1000.0, 2000.0):
+            clock.time += seconds
+            await journal.acknowledge("trainer", journal.last_seq)
+        assert await journal.session("a") is None
+        found = await journal.query(entries.evaluation, "e1")
+        assert found is not None, "one of its sessions is pending"
+        give(journal, "e1", "b", 1.0)
+        await journal.flushed()
+        found = await journal.query(entries.evaluation, "e1")
+        assert found is not None
+        assert found.sessions[1].error == "session b was pruned while it was evaluated"
+        assert journal.last_seq == 7, "what was pruned gets no event"
+
+
+async def test_a_damaged_reward_is_one_unreadable_event(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    async with open_journal(path, now=lambda: 1.0) as journal:
+        write_sessions(journal)
+        accept(journal, "e1", {"a": None, "b": None})
+        give(journal, "e1", "a", 0.5)
+        give(journal, "e1", "b", 0.5)
+        await journal.flushed()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE events SET body = x'7b7d' WHERE key = 'reward:a:1'")
+        db.execute("UPDATE evaluations SET body = x'7b7d'")
+    db.close()
+    assert {each.table for each in check_journal(path).faults} == {"events", "evaluations"}
+    async with open_journal(path, now=lambda: 1.0) as journal:
+        damaged, whole = (await journal.events(0, filters=REWARDS)).events
+        assert (damaged.kind, damaged.key, whole.kind) == ("unreadable", "reward:a:1", "reward")
+        found = await journal.query(entries.evaluation, "e1")
+        assert found is not None
+        assert found.spec is None
