@@ -142,6 +142,7 @@ class Journal:
     """The journal. Created by `open_journal`."""
 
     path: Path
+    id: str  # given at the journal's birth, at random, and never changed
     now: Callable[[], float]
     callback_kinds: Mapping[str, tuple[EventKind, ...]]
     _writer: Writer
@@ -483,8 +484,10 @@ async def open_journal(
         writer = Writer(
             path=path, db=db, retention=retention or Retention(), on_progress=on_progress, now=now
         )
+        (journal_id,) = db.execute("SELECT value FROM meta WHERE name = 'journal'").fetchone()
         journal = Journal(
             path=path,
+            id=journal_id,
             now=now,
             callback_kinds=callback_kinds or {},
             writer=writer,

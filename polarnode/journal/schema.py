@@ -21,12 +21,37 @@ from polarnode.core.errors import JournalError
 from polarnode.journal.damage import Damages, JournalConnection
 from polarnode.support.bounded import private_opener
 
-VERSION = 6
+VERSION = 7
+FLEET = """
+CREATE TABLE copies (
+    task_id TEXT PRIMARY KEY,
+    role TEXT NOT NULL,
+    term INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    home TEXT NOT NULL,
+    second TEXT NOT NULL,
+    cancelled REAL,
+    body BLOB NOT NULL,
+    checksum INTEGER
+);
+CREATE TABLE commits (
+    task_id TEXT NOT NULL,
+    place INTEGER NOT NULL,
+    session_id TEXT NOT NULL,
+    body BLOB NOT NULL,
+    checksum INTEGER,
+    PRIMARY KEY (task_id, place)
+);
+CREATE TABLE held (session_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, body BLOB NOT NULL, checksum INTEGER);
+INSERT INTO meta VALUES ('term', 0), ('journal', 'j' || lower(hex(randomblob(8))))
+"""
+
 # By version, the statements that make the next version. What came with 2: routed experts and alternatives in
 # turns and traces. 3: retried sessions, cancelled tasks, the new messages of turns. 4: times of events and
 # positions, the weights that were served, pending callbacks, what a group needs of its sessions, when a
 # consumer was last seen, marks of what all consumers had acknowledged. 5: checksums (`damage.py`).
-# 6: teachers' logprobs in traces; evaluations of sessions that were over.
+# 6: teachers' logprobs in traces; evaluations of sessions that were over. 7: the journal's id, what a fleet
+# keeps in two journals.
 STEPS: Mapping[int, str] = {
     1: "",
     2: (
@@ -56,9 +81,11 @@ STEPS: Mapping[int, str] = {
         " session_id TEXT NOT NULL, n INTEGER, seq INTEGER, reward REAL, error TEXT, UNIQUE (evaluation_id,"
         " session_id));\nCREATE INDEX evaluated_by_session ON evaluated (session_id, n)"
     ),
+    6: FLEET,
 }
 
-TABLES = """
+TABLES = (
+    """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE tasks (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -145,6 +172,8 @@ CREATE TABLE evaluated (
 CREATE INDEX evaluated_by_session ON evaluated (session_id, n);
 INSERT INTO meta VALUES ('life', 0), ('pruned', 0);
 """
+    + FLEET
+)
 
 PAGE_BYTES = 16384  # most turns are 1-16 kB: a blob that fits its page needs no overflow chain
 WAL_KEPT_BYTES = 64 << 20  # what a burst leaves on disk after its checkpoint

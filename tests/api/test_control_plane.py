@@ -368,7 +368,7 @@ async def test_a_quiet_stream_says_that_it_lives(started: Started, monkeypatch: 
 
 
 async def test_who_comes_too_late_hears_of_the_gap(started: Started) -> None:
-    async with started(retention=Retention(acknowledged=1 << 19, everything=1 << 19)) as (plane, client):
+    async with started(retention=Retention(acknowledged=3 << 18, everything=3 << 18)) as (plane, client):
         for number in range(80):
             await publish(plane, f"s{number}", task_id="x", sampled=2000)
         oldest = plane.journal.first_seq

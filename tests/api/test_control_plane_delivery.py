@@ -162,7 +162,7 @@ async def test_an_event_is_the_same_at_each_delivery_and_in_each_life(started: S
 
 
 async def test_a_gap_is_settled_by_acknowledging_it(started: Started) -> None:
-    async with started(retention=Retention(acknowledged=1 << 19, everything=1 << 19)) as (plane, client):
+    async with started(retention=Retention(acknowledged=3 << 18, everything=3 << 18)) as (plane, client):
         await plane.journal.acknowledge("one", 0)
         await publish(plane.journal, *(f"s{number}" for number in range(100)), sampled=2000)
         oldest = plane.journal.first_seq

@@ -408,9 +408,21 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
     )
     for table, column in came_with_3 + came_with_4 + came_with_5:
         db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-    # the first four with 4, the others with 6
-    for table in ("weights", "callbacks", "callback_urls", "marks", "evaluations", "evaluated"):
+    # the first four with 4, two with 6, the others with 7
+    came = (
+        "weights",
+        "callbacks",
+        "callback_urls",
+        "marks",
+        "evaluations",
+        "evaluated",
+        "copies",
+        "commits",
+        "held",
+    )
+    for table in came:
         db.execute(f"DROP TABLE {table}")
+    db.execute("DELETE FROM meta WHERE name IN ('term', 'journal')")
     db.execute("PRAGMA user_version = 1")
     db.commit()
     db.close()
@@ -520,7 +532,7 @@ async def test_what_all_have_acknowledged_goes_first_and_nothing_else(opened: Op
 
 
 async def test_beyond_the_last_limit_the_oldest_go_and_numbers_do_not_come_again(opened: Open) -> None:
-    limits = Retention(acknowledged=1 << 19, everything=1 << 19)
+    limits = Retention(acknowledged=3 << 18, everything=3 << 18)
     async with opened(retention=limits) as journal:
         journal.turn(make_turn("running"))
         await publish_many(journal, 80)

@@ -389,11 +389,11 @@ async def test_the_journal_tells_what_waits_and_for_how_long(opened: Open, clock
 
 
 async def test_free_pages_of_the_journal_are_room_too(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(retention=Retention(acknowledged=1 << 19, everything=1 << 50)) as found:
+    async with opened(retention=Retention(acknowledged=3 << 18, everything=1 << 50)) as found:
         await found.acknowledge("one", 0)
         await publish(found, *(f"s{number}" for number in range(60)), sampled=4000)
         await found.acknowledge("one", 180)
-        await until(lambda: found.statistics().stored_bytes <= 1 << 19)
+        await until(lambda: found.statistics().stored_bytes <= 3 << 18)
         state = found.statistics()
         assert state.free_bytes > 1 << 19
         monkeypatch.setattr(journal, "DISK_FREE_BYTES", state.disk_free + state.free_bytes // 2)

@@ -1,7 +1,8 @@
 """A journal of every schema version is opened, migrated, recovered, streamed and exported by today's code.
 
 `tests/data/journals/v<N>/journal.sqlite.gz` were written by the code of these commits: version 1 by 12656a6,
-2 by ec9f332, 4 by 6b5b2a3, 5 by the commit that added checksums, 6 by the commit that added teachers' logprobs. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
+2 by ec9f332, 4 by 6b5b2a3, 5 by the commit that added checksums, 6 by the commit that added teachers' logprobs, 7 by
+the one that gave journals an id. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
 the step from 3 to 4 was then undone with DROP COLUMN and DROP TABLE.
 
 Each holds a finished task of two samples (`over`: sessions `a` and `b`), a task that was running when the
