@@ -1,0 +1,209 @@
+"""One node as other processes of its fleet reach it: requests and streams over HTTP, with the fleet's token.
+
+Invariants: a self-signed certificate is compared with its digest before anything is sent, and is then the
+only one that is trusted; no proxy of the environment is used, and no redirect followed. Any failure to get a
+whole answer is Unreachable; an error status is an answer.
+"""
+
+import ssl
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
+from typing import Any, Final
+
+import httpx2
+import trio
+from attrs import define, field, frozen
+
+from polarnode.client.values import ClientError, Unreachable, read_error
+from polarnode.core.codec.json import dump_json, plain, read_json
+from polarnode.core.codec.limits import address
+
+CONNECT_S: Final = 3.0  # a machine that is there answers in milliseconds, also across a data centre
+ANSWER_S: Final = 30.0  # without a byte of an answer
+# bytes of an answer that is not streamed: a trajectory with its extras in base64
+MOST_BYTES: Final = 1 << 30
+FAULTS: Final = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
+# connections kept open: the feed, and some requests at once
+KEPT: Final = 8
+
+
+@frozen(kw_only=True)
+class Answer:
+    """A whole answer. `headers` have lower-case names."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON. Raises Refused for anything else."""
+        return read_json(self.body)
+
+    @property
+    def error(self) -> ClientError:
+        """The error that the node reports, for a status of 300 or more."""
+        return read_error(self.status, "", self.headers, self.body)
+
+
+class NobodyListens(Unreachable):
+    """No connection was made: the process is gone, or its machine refuses them."""
+
+
+@define(eq=False, kw_only=True)
+class Link:
+    """Requests to one node. `certificate`: the SHA-256 of its self-signed certificate, "" where a CA signed
+    it, or for plain HTTP. Close it with `close`.
+    """
+
+    url: str
+    token: str | None = field(default=None, repr=False)
+    certificate: str = ""
+    _client: httpx2.AsyncClient | None = field(default=None, init=False, repr=False)
+    _opening: trio.Lock = field(factory=trio.Lock, init=False, repr=False)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        value: object = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = ANSWER_S,
+    ) -> Answer:
+        """Send one request and return its whole answer; `value` is sent as JSON. Raises Unreachable."""
+        sent = dict(headers or {})
+        if value is not None:
+            body, sent["Content-Type"] = dump_json(plain(value)), "application/json"
+        async with self._sent(method, path, body, sent, timeout_s) as (response, pieces):
+            return await _whole(response, pieces)
+
+    async def call(self, method: str, path: str, **more: Any) -> Any:
+        """The answer's JSON, of a request as of `ask`. Raises Unreachable, and ClientError for an error
+        status.
+        """
+        answer = await self.ask(method, path, **more)
+        if answer.status >= 300:
+            raise answer.error
+        return answer.json
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, *, headers: Mapping[str, str] | None = None, silence_s: float = ANSWER_S
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The body of a GET as it comes. Raises Unreachable, and ClientError for an error status; the body
+        raises Unreachable when the connection breaks, or is silent for `silence_s`.
+        """
+        async with self._sent("GET", path, None, dict(headers or {}), silence_s) as (response, pieces):
+            if response.status_code >= 300:
+                raise (await _whole(response, pieces)).error
+            yield pieces
+
+    @asynccontextmanager
+    async def _sent(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], silence_s: float
+    ) -> AsyncIterator[tuple[httpx2.Response, AsyncIterator[bytes]]]:
+        response = await self._send(method, path, body, headers, silence_s)
+        pieces = self._pieces(response)
+        try:
+            yield response, pieces
+        finally:
+            with trio.move_on_after(CONNECT_S, shield=True), suppress(Unreachable, *FAULTS):
+                await response.aclose()
+                # httpx2 leaves its generator to the garbage collector in mid-body, and Trio warns about that:
+                # read on, it ends with its connection
+                async for _ in pieces:
+                    pass
+
+    async def close(self) -> None:
+        """Close its connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            with trio.move_on_after(CONNECT_S, shield=True):
+                await client.aclose()
+
+    async def _pieces(self, response: httpx2.Response) -> AsyncIterator[bytes]:
+        try:
+            async for piece in response.aiter_raw():
+                yield piece
+        except FAULTS as error:
+            raise self._unreachable(error) from error
+
+    async def _send(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], silence_s: float
+    ) -> httpx2.Response:
+        mine = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        try:
+            client = self._client or await self._open()
+            request = client.build_request(
+                method,
+                self.url.rstrip("/") + path,
+                content=body,
+                headers={"Accept-Encoding": "identity", **mine, **headers},
+                timeout=httpx2.Timeout(silence_s, connect=CONNECT_S),
+            )
+            return await client.send(request, stream=True)
+        except FAULTS as error:
+            raise self._unreachable(error) from error
+
+    async def _open(self) -> httpx2.AsyncClient:
+        async with self._opening:
+            if self._client is None:
+                limits = httpx2.Limits(max_connections=None, max_keepalive_connections=KEPT)
+                verify = await self._trust()
+                self._client = httpx2.AsyncClient(verify=verify, trust_env=False, limits=limits)
+            return self._client
+
+    async def _trust(self) -> ssl.SSLContext | bool:
+        """What connections are verified with: the pinned certificate alone, or the machine's CAs."""
+        if address(self.url).scheme != "https":
+            return False
+        context = ssl.create_default_context()
+        if self.certificate:
+            pinned = await trio.to_thread.run_sync(_presented, self.url, abandon_on_cancel=True)
+            if sha256(pinned).hexdigest() != self.certificate.lower():
+                raise Unreachable(
+                    f"{self.url} shows another certificate than the one that was pinned: it was renewed, or"
+                    " somebody stands between"
+                )
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False  # the certificate itself is known
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            context.load_verify_locations(cadata=ssl.DER_cert_to_PEM_cert(pinned))
+        return context
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        causes = list(_causes(error))
+        refused = any(isinstance(each, ConnectionRefusedError) for each in causes)
+        why = next((str(each) for each in reversed(causes) if str(each)), type(error).__name__)
+        return (NobodyListens if refused else Unreachable)(f"{self.url} does not answer: {why}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that led to it."""
+    yield error
+    for each in getattr(error, "exceptions", ()):
+        yield from _causes(each)
+    before = error.__cause__ or error.__context__
+    if before is not None:
+        yield from _causes(before)
+
+
+async def _whole(response: httpx2.Response, pieces: AsyncIterator[bytes]) -> Answer:
+    body, size = [], 0
+    async for piece in pieces:
+        body.append(piece)
+        size += len(piece)
+        if size > MOST_BYTES:
+            raise Unreachable(f"{response.url} answers with more than {MOST_BYTES >> 20} MiB")
+    headers = {name.lower(): each for name, each in response.headers.items()}
+    return Answer(status=response.status_code, headers=headers, body=b"".join(body))
+
+
+def _presented(url: str) -> bytes:
+    """The certificate that a server shows, in DER. Nothing is sent to it."""
+    where = address(url)
+    pem = ssl.get_server_certificate((where.hostname or "", where.port or 443), timeout=CONNECT_S)
+    return ssl.PEM_cert_to_DER_cert(pem)

@@ -1,0 +1,170 @@
+"""Hollow nodes: the real control plane, journal and scheduler on containers and engines in memory, several in
+one process (Kubemark's idea). A fleet of many costs one machine little, and a killed one is back in seconds.
+
+    python tests/kits/hollow_node.py --folder FOLDER --ports 8101,8102 [--token TOKEN]
+
+Prints a line of JSON for each node, {"node", "url", "journal"}, when all of them serve, and ends with its
+standard input, or at SIGTERM. The harness `shell` with the command `hollow SECONDS KILOBYTES` makes one model
+call of about so many kilobytes of events, in so many seconds.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import fakes_runtime
+import merge_toys as toys
+import trio
+from attrs import define, field
+from fakes_engine import ScriptedEngine
+
+from polarnode.containers.recipes import RuntimesSettings
+from polarnode.core.conversation import Message
+from polarnode.engine.adapters import Adapters
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.node import opening
+from polarnode.node.config import NodeConfig
+
+BYTES_A_TOKEN = 27  # of a trajectory's JSON: its id, its logprob, its mask
+
+
+@define(eq=False)
+class HollowEngine(ScriptedEngine):
+    """An engine that has what a node asks of its own besides tokens."""
+
+    ports: tuple[int, ...] = ()
+    routes: bool = False
+    restarts: tuple[int, ...] = (0,)
+    ranks: int = 1
+    adapters: Adapters = field(factory=Adapters)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        return (self.weight_version,)
+
+
+@define(eq=False, kw_only=True)
+class HollowRuntimes(fakes_runtime.MemoryRuntimes):
+    """Containers in memory, which are forgotten when they are closed."""
+
+    settings: RuntimesSettings
+
+    @asynccontextmanager
+    async def open(self, spec: Any, **more: Any) -> AsyncIterator[fakes_runtime.MemoryRuntime]:
+        async with fakes_runtime.MemoryRuntimes.open(self, spec, **more) as runtime:
+            yield runtime
+        self.opened.remove(runtime)
+
+
+@define(eq=False)
+class HollowImages:
+    """Every image is there."""
+
+    async def ensure(self, name: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+def hollow(sessions: LiveSessions) -> fakes_runtime.Program:
+    """The harness `hollow SECONDS KILOBYTES`."""
+
+    async def program(call: fakes_runtime.Call) -> int:
+        live = sessions.by_key(call.env["OPENAI_API_KEY"])
+        assert live is not None
+        seconds, kilobytes = float(call.argv[1]), float(call.argv[2])
+        await trio.sleep(seconds)
+        _record(live, max(1, int(kilobytes * 1000 / BYTES_A_TOKEN)))
+        call.runtime.files["/work/answer"] = b"42"
+        return 0
+
+    return program
+
+
+def _record(live: LiveSession, tokens: int) -> None:
+    """One finished model call, as the model plane records it."""
+    toy = toys.Session(live.session_id)
+    toy.lineages, toy.samples = live.lineages, len(live.lineages.turns)
+    with live.call(trio.CancelScope()):
+        asked: Message = toys.user()
+        pending = toy.begin(toys.ask(asked))
+        live.commit(toy.turn(pending, toy.answer(pending.plan, "x " * tokens)))
+
+
+@asynccontextmanager
+async def open_hollow(config: NodeConfig) -> AsyncIterator[tuple[Any, Any]]:
+    """A hollow node that serves: the node and its address. `opening` is patched while it opens."""
+    made: list[LiveSessions] = []
+
+    @asynccontextmanager
+    async def engines(*_: Any) -> AsyncIterator[HollowEngine]:
+        yield HollowEngine(context_length=1 << 20)
+
+    @asynccontextmanager
+    async def runtimes(settings: RuntimesSettings) -> AsyncIterator[HollowRuntimes]:
+        found = HollowRuntimes(settings=settings)
+        yield found
+
+    def live_sessions() -> LiveSessions:
+        made.append(LiveSessions())
+        return made[-1]
+
+    patched = {
+        "_open_engines": engines,
+        "open_runtimes": runtimes,
+        "Images": lambda **_: HollowImages(),
+        "LiveSessions": live_sessions,
+    }
+    usual = {name: getattr(opening, name) for name in patched}
+    vars(opening).update(patched)
+    async with AsyncExitStack() as stack:
+        try:
+            node = await stack.enter_async_context(opening.open_node(config, report=lambda text: None))
+        finally:
+            vars(opening).update(usual)
+        node.runtimes.programs["hollow"] = hollow(made[0])  # type: ignore[attr-defined]
+        yield node, await stack.enter_async_context(opening.serve_control_plane(node))
+
+
+async def main(folder: Path, ports: list[int], token: str | None, settings: dict[str, Any]) -> None:
+    async with AsyncExitStack() as stack:
+        for number, port in enumerate(ports):
+            name = f"{folder.name}-{number}" if len(ports) > 1 else folder.name
+            config = NodeConfig(
+                engine="simulated",
+                port=port,
+                token=token,
+                node_id=name,
+                state_dir=str(folder / name),
+                podman_dir=str(folder / "podman"),
+                import_paths=("session_kit",),
+                memory_reserve_mb=1,
+                disk_reserve_mb=1,
+                **settings,
+            )
+            node, address = await stack.enter_async_context(open_hollow(config))
+            line = {"node": name, "url": f"http://{address.host}:{address.port}", "journal": node.journal.id}
+            print(json.dumps(line), flush=True)
+        await trio.lowlevel.wait_readable(sys.stdin)  # whoever started this has gone
+        os._exit(0)  # a hollow node has nothing to save that is not in its journal
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser()
+    options.add_argument("--folder", type=Path, required=True)
+    options.add_argument("--ports", default="0")
+    options.add_argument("--token")
+    options.add_argument("--settings", default="{}", type=json.loads)
+    given = options.parse_args()
+    logging.basicConfig(level=logging.WARNING, filename=given.folder.with_suffix(".log"))
+    trio.run(
+        main,
+        given.folder,
+        [int(port) for port in given.ports.split(",")],
+        given.token,
+        given.settings,
+    )
