@@ -285,7 +285,7 @@ class Poster:
             return chosen, await measured(lambda: make(self.journal, event, record))
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            yield event.json
+            yield event.json(self.journal.id)
 
         return None, await measured(pieces)
 

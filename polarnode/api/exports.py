@@ -317,10 +317,10 @@ async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[
             yield b"event: error\ndata: " + dump_json(error_json(page.boundary, str(page))) + END
             return
         if not page.follows(seen):
-            yield _gap(page.first_seq, seen)
+            yield _gap(page.first_seq, seen, journal.id)
             seen = page.first_seq - 1
             continue
-        for piece in _pieces(page.events):
+        for piece in _pieces(page.events, journal.id):
             yield piece
             last_write = trio.current_time()
         seen = page.seen
@@ -352,26 +352,27 @@ async def _nothing_to_come(journal: Journal, task_id: str | None) -> bool:
     return task is None or task.finished
 
 
-def _gap(oldest: int, after: int) -> bytes:
+def _gap(oldest: int, after: int, journal: str) -> bytes:
     """A gap event: the events between were pruned; or `after` belongs to another journal (the file was
     replaced), so this one is sent from its beginning.
     """
     body: dict[str, Json] = {
         "seq": oldest - 1,
+        "journal": journal,
         "key": f"gap:{after}-{oldest}",
         "gap": {"after": after, "oldest": oldest},
     }
     return _head("gap", oldest - 1) + dump_json(body) + END
 
 
-def _pieces(events: Iterable[StoredEvent]) -> Iterator[bytes]:
+def _pieces(events: Iterable[StoredEvent], journal: str) -> Iterator[bytes]:
     """Encoded events in pieces of about WRITE_BYTES."""
     held: list[bytes] = []
     size = 0
     for event in events:
         body = event.body
         parts = [
-            _head(event.kind, event.seq) + event.before,
+            _head(event.kind, event.seq) + event.before(journal),
             *(body[place : place + WRITE_BYTES] for place in range(0, len(body), WRITE_BYTES)),
             LAST,
         ]

@@ -20,7 +20,8 @@ from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_evaluation, read_task, task_json
 from polarnode.core.codec.trajectories import read_score, score_json, trajectory_json, turns_json
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Conflict
+from polarnode.core.errors import Conflict, Refused
+from polarnode.core.positions import ALONE, Position
 from polarnode.core.status import ScoreAnswer, SessionRecord
 from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import AdapterReport, WeightsReport
@@ -50,10 +51,11 @@ from polarnode.rollouts.evaluations import Evaluations
 
 @frozen(kw_only=True)
 class Ack:
-    """The body of POST /v1/trajectories/ack."""
+    """The body of POST /v1/trajectories/ack: the stream's `id:` line, or the number that a node's has."""
 
     consumer: str
-    seq: int
+    id: str | None = None
+    seq: int | None = None
 
 
 @frozen(kw_only=True)
@@ -129,9 +131,10 @@ class Routes:
 
     async def acknowledge(self) -> Response:
         ack = structure(await body_json(), Ack, forbid_extra=True)
-        check_sequence_number(ack.seq)
-        position = await self.service.journal.acknowledge(check_consumer(ack.consumer), ack.seq)
-        return json_response({"consumer": ack.consumer, "position": position})
+        position = await self.service.journal.acknowledge(check_consumer(ack.consumer), _number(ack))
+        return json_response(
+            {"consumer": ack.consumer, "position": position, "id": str(position), "pending": []}
+        )
 
     async def consumers(self) -> Response:
         read_query(request.args)
@@ -232,6 +235,19 @@ class Routes:
         await trio.lowlevel.checkpoint()
         ready = self.service.ready()
         return json_response({"ready": ready}, 200 if ready else 503)
+
+
+def _number(ack: Ack) -> int:
+    """The event's number that is acknowledged."""
+    if (ack.id is None) == (ack.seq is None):
+        raise Refused("id is missing: send the stream's `id:` line, or seq, one of them", path="$.id")
+    if ack.id is not None:
+        found = Position.read(ack.id, "$.id").parts.get(ALONE)
+        if found is None:
+            raise Refused("id is a position in a fleet's stream: send it to the fleet's front", path="$.id")
+        return found
+    check_sequence_number(ack.seq or 0)
+    return ack.seq or 0
 
 
 def _trajectory_body(trajectory: Trajectory, query: Query) -> bytes:

@@ -16,15 +16,34 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import define, evolve, field, frozen
 
 from polarnode.client import requests
-from polarnode.client.requests import ClientRequest, Script, Sleep, T, ask, json_request, part, typed_request
+from polarnode.client.requests import (
+    ClientRequest,
+    Script,
+    Sleep,
+    T,
+    ask,
+    json_request,
+    part,
+    typed_request,
+)
 from polarnode.client.scripts import Follower, Following, Patience, patiently
-from polarnode.client.streams import ACK_EVERY_S, Acks, Collector, Groups, events, objects, pieces
+from polarnode.client.streams import (
+    ACK_EVERY_S,
+    Acks,
+    Collector,
+    Groups,
+    acknowledged,
+    events,
+    objects,
+    pieces,
+)
 from polarnode.client.values import ClientError, Unreachable, read_answer
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
+from polarnode.core.positions import Position
 from polarnode.core.status import EvaluationStatus, Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -328,7 +347,7 @@ class Reading:
     """
 
     consumer: str | None
-    after: int | None
+    after: int | str | None
     task_id: str | None
     group_id: str | None
     follow: bool | None
@@ -354,7 +373,8 @@ class Reading:
             group_id=self.group_id,
             **filters,
         )
-        return Following(path=STREAM + query, after=self.after, goes_on=self.goes_on)
+        after = None if self.after is None else Position.read(str(self.after), "after")
+        return Following(path=STREAM + query, after=after, goes_on=self.goes_on)
 
 
 def exported(
@@ -400,8 +420,10 @@ class Api:
             yield Sleep(pause)
             pause = min(2 * pause, EVALUATION_POLL_MOST_S)
 
-    def acknowledge(self, consumer: str, seq: int) -> Script[int]:
-        return self.patiently(requests.acknowledge(consumer, seq))
+    def acknowledge(self, consumer: str, position: int | str) -> Script[int | str]:
+        where = Position.read(str(position), "position")
+        answer = yield from acknowledged(consumer, where, self._patience())
+        return answer.id if answer.position is None else answer.position
 
     def trajectory(self, session_id: str, turns: Turns, arrays: Arrays) -> Script[Trajectory]:
         return self.patiently(requests.trajectory(session_id, turns=turns, arrays=arrays))

@@ -351,7 +351,7 @@ class AsyncPolarnodeClient:
         self,
         *,
         consumer: str | None = None,
-        after: int | None = None,
+        after: int | str | None = None,
         task_id: str | None = None,
         group_id: str | None = None,
         outcome: str | None = None,
@@ -373,7 +373,7 @@ class AsyncPolarnodeClient:
         self,
         *,
         consumer: str | None = None,
-        after: int | None = None,
+        after: int | str | None = None,
         task_id: str | None = None,
         group_id: str | None = None,
         arrays: Arrays = "base64",
@@ -386,8 +386,8 @@ class AsyncPolarnodeClient:
         reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
         return AsyncEvents(self._http, self._api.groups(reading, skip, kept_bytes))
 
-    async def acknowledge(self, consumer: str, seq: int) -> int:
-        return await self._run(self._api.acknowledge(consumer, seq))
+    async def acknowledge(self, consumer: str, position: int | str) -> int | str:
+        return await self._run(self._api.acknowledge(consumer, position))
 
     async def trajectory(
         self, session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64"

@@ -277,7 +277,7 @@ class PolarnodeClient:
         self,
         *,
         consumer: str | None = None,
-        after: int | None = None,
+        after: int | str | None = None,
         task_id: str | None = None,
         group_id: str | None = None,
         outcome: str | None = None,
@@ -291,8 +291,8 @@ class PolarnodeClient:
     ) -> Iterator[Event]:
         """Yield events in order: without end, or, with a `task_id` or follow=False, until there are no more.
 
-        * `after`: begin after this event number. Otherwise begin after the position of `consumer`, or at the
-          oldest event.
+        * `after`: begin after this event's `id`, or a node's event number. Otherwise begin after the
+          position of `consumer`, or at the oldest event.
         * `task_id`, `group_id`, `outcome`, `min_reward`: yield only events that match.
         * `kinds`: yield only these kinds. `attempt` and `reward` events come only when they are named here.
         * `arrays`: how arrays travel: "base64" (compact) or "json" (lists).
@@ -311,7 +311,7 @@ class PolarnodeClient:
         self,
         *,
         consumer: str | None = None,
-        after: int | None = None,
+        after: int | str | None = None,
         task_id: str | None = None,
         group_id: str | None = None,
         arrays: Arrays = "base64",
@@ -335,9 +335,11 @@ class PolarnodeClient:
         reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
         return self._http.iterate(self._api.groups(reading, skip, kept_bytes))
 
-    def acknowledge(self, consumer: str, seq: int) -> int:
-        """Move a consumer's position forward to event `seq`. Return the position."""
-        return self._run(self._api.acknowledge(consumer, seq))
+    def acknowledge(self, consumer: str, position: int | str) -> int | str:
+        """Move a consumer's position forward to an event's `id`, or a node's event number. Return the
+        position.
+        """
+        return self._run(self._api.acknowledge(consumer, position))
 
     def trajectory(self, session_id: str, *, turns: Turns = "table", arrays: Arrays = "base64") -> Trajectory:
         """Return the trajectory of a finished session; with turns="full" it includes its turns. Raises

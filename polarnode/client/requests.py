@@ -21,6 +21,7 @@ from polarnode.core.codec.tasks import task_json
 from polarnode.core.codec.trajectories import Turns, read_scored, read_trajectory
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.positions import ALONE, Position
 from polarnode.core.status import (
     Consumer,
     Consumers,
@@ -206,8 +207,14 @@ class _Cancelled:
 
 
 @frozen(kw_only=True)
-class _Position:
-    position: int
+class Acknowledged:
+    """A consumer's position after an acknowledgement. `pending`: the nodes of a fleet that were not reached,
+    so that it has to be sent again.
+    """
+
+    position: int | None = None
+    id: str = ""
+    pending: tuple[str, ...] = ()
 
 
 # ── tasks ─────────────────────────────────────────────────────────────────────
@@ -257,13 +264,11 @@ def evaluation(evaluation_id: str) -> ClientRequest[EvaluationStatus]:
 # ── trajectories ──────────────────────────────────────────────────────────────
 
 
-def acknowledge(consumer: str, seq: int) -> ClientRequest[int]:
-    return request(
-        lambda body: read_answer(body, _Position).position,
-        "POST",
-        "/v1/trajectories/ack",
-        {"consumer": consumer, "seq": seq},
-    )
+def acknowledge(consumer: str, position: Position) -> ClientRequest[Acknowledged]:
+    # a node of an earlier release takes its number alone
+    number = position.parts.get(ALONE)
+    what: dict[str, Json] = {"id": position.text} if number is None else {"seq": number}
+    return typed_request(Acknowledged, "POST", "/v1/trajectories/ack", {"consumer": consumer, **what})
 
 
 def trajectory(

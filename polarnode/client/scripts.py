@@ -8,7 +8,6 @@ data that cannot be read is an error. A new connection resumes after the last ev
 event is missed or repeated.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from polarnode.client.values import ClientError, Event, Unreachable
 from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import read_json
 from polarnode.core.errors import Refused
+from polarnode.core.positions import ALONE, Position
 
 # ── patience ────────────────────────────────────────────────────────────
 
@@ -176,21 +176,24 @@ def read_event(block: Block) -> Event:
     raise _garbled("its data is not an object")
 
 
-# of an event: SQLite's numbers have 19 digits at most, and Python refuses to read one of thousands
-NUMBER: Final = re.compile(r"[0-9]{1,19}")
-
-
 def _event(block: Block, value: dict[str, Any]) -> Event:
-    if block.id is None or not NUMBER.fullmatch(block.id):
-        raise _garbled("it has no number")
+    try:
+        position = Position.read(block.id or "")
+    except Refused:
+        raise _garbled("it has no number") from None
+    journal = ALONE if ALONE in position.parts else str(value.get("journal"))
+    if journal not in position.parts:
+        raise _garbled("its position does not name its journal")
     if block.kind not in value:
         raise _garbled(f"its data has no {block.kind}")
     key = value.get("key")
     return Event(
-        seq=int(block.id),
+        seq=position.parts[journal],
         kind=block.kind,
         key=key if isinstance(key, str) else block.kind,
         data=value[block.kind],
+        journal=journal,
+        id=block.id or "",
         size=len(block.data),
     )
 
@@ -218,7 +221,7 @@ class Following:
     """
 
     path: str
-    after: int | None
+    after: Position | None
     goes_on: bool
 
 
@@ -228,13 +231,13 @@ class Follower:
 
     following: Following
     patience: Patience
-    position: int | None = field(init=False)
+    position: Position | None = field(init=False)
     _pieces: Iterator[Block | Life] | None = field(default=None, init=False)  # None while nothing is open
     _decoder: Decoder = field(factory=Decoder, init=False)
     _greeted: bool = field(default=False, init=False)
 
     @position.default
-    def _begins(self) -> int | None:
+    def _begins(self) -> Position | None:
         return self.following.after
 
     def next(self) -> Script[Event | Life | Over]:
@@ -253,7 +256,7 @@ class Follower:
                 yield Sleep(self.patience.pause(error))
 
     def _open(self) -> Script[None]:
-        headers = {} if self.position is None else {"Last-Event-ID": str(self.position)}
+        headers = {} if self.position is None else {"Last-Event-ID": self.position.text}
         request: ClientRequest[Any] = ClientRequest(
             method="GET", path=self.following.path, headers=headers, read=bytes
         )
@@ -275,9 +278,13 @@ class Follower:
                 self._greeted = True
                 return LIFE
             event = read_event(piece)
-            if event.kind == "gap" or self.position is None or event.seq > self.position:
+            if (
+                event.kind == "gap"
+                or self.position is None
+                or event.seq > self.position.parts.get(event.journal, -1)
+            ):
                 self.patience.renew()
-                self.position = event.seq
+                self.position = event.position
                 return event
         return None
 

@@ -16,11 +16,13 @@ from collections.abc import Callable, Container, Iterable
 from attrs import define, field, frozen
 
 from polarnode.client.requests import (
+    Acknowledged,
     ClientRequest,
     Give,
     Open,
     Read,
     Script,
+    Sleep,
     acknowledge,
     ask,
     task_status,
@@ -30,6 +32,7 @@ from polarnode.client.scripts import Follower, Lines, Over, Patience, patiently
 from polarnode.client.values import ClientError, Event, Unreachable, read_object
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
+from polarnode.core.positions import Position
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group, read_group
 
@@ -61,9 +64,11 @@ class Gathered:
 
 @define(eq=False)
 class _Open:
-    """A task of which some sessions have arrived, but not its group."""
+    """A task of which some sessions have arrived, but not its group. `first`: by journal, the number of the
+    first event that it needs; a fleet may move a task.
+    """
 
-    first_seq: int
+    first: dict[str, int] = field(factory=dict)
     kept: dict[str, Trajectory] = field(factory=dict)
     size: int = 0
 
@@ -77,24 +82,29 @@ class Collector:
     # by task, in the order their first session came
     _open: dict[str, _Open] = field(factory=dict, init=False)
     _given: dict[str, None] = field(factory=dict, init=False)  # tasks, oldest first
-    _seen: int = field(default=0, init=False)
+    _seen: Position = field(factory=Position, init=False)
     _size: int = field(default=0, init=False)
 
     @property
-    def position(self) -> int:
-        """The last event up to which everything is done."""
-        return min((each.first_seq - 1 for each in self._open.values()), default=self._seen)
+    def position(self) -> Position:
+        """The last events up to which everything is done."""
+        held: dict[str, int] = {}
+        for each in self._open.values():
+            for journal, number in each.first.items():
+                held[journal] = min(number, held.get(journal, number))
+        parts = self._seen.parts
+        return Position({each: min(number, held.get(each, number + 1) - 1) for each, number in parts.items()})
 
     @property
     def oldest(self) -> str | None:
-        """The task that holds the position back; None if there is none."""
-        return min(self._open, key=lambda task_id: self._open[task_id].first_seq, default=None)
+        """The task that holds the position back for longest; None if there is none."""
+        return next(iter(self._open), None)
 
     def add(self, event: Event) -> Gathered | None:
         """Add one event. Return the group that it ends, unless that group was yielded before."""
         if event.kind == "gap":
             self._pass_gap(event)
-        self._seen = event.seq
+        self._seen = event.position
         match event.kind:
             case "trajectory":
                 self._keep(event)
@@ -123,8 +133,8 @@ class Collector:
         trajectory = event.trajectory
         if trajectory is None or self._knows(trajectory.task_id):
             return
-        whose = self._open.setdefault(trajectory.task_id, _Open(first_seq=event.seq))
-        if self._size + event.size <= self.kept_bytes:
+        whose = self._waited(trajectory.task_id, event)
+        if trajectory.session_id not in whose.kept and self._size + event.size <= self.kept_bytes:
             whose.kept[trajectory.session_id] = trajectory
             whose.size += event.size
             self._size += event.size
@@ -135,10 +145,16 @@ class Collector:
             self.forget(group.task_id)
             return None
         # the group holds the position until it is done
-        whose = self._open.setdefault(group.task_id, _Open(first_seq=event.seq))
+        whose = self._waited(group.task_id, event)
         kept = tuple(whose.kept[each.session_id] for each in group.members if each.session_id in whose.kept)
         missing = tuple(each.session_id for each in group.members if each.session_id not in whose.kept)
         return Gathered(group=group, kept=kept, missing=missing)
+
+    def _waited(self, task_id: str, event: Event) -> _Open:
+        """A task that needs this event."""
+        whose = self._open.setdefault(task_id, _Open())
+        whose.first.setdefault(event.journal, event.seq)
+        return whose
 
     def _pass_unreadable(self, event: Event) -> None:
         """Log what the node could not give. Without its `group` event a group is not given."""
@@ -154,8 +170,8 @@ class Collector:
         logger.warning(
             "the node no longer keeps all events: groups in progress may lack sessions (%s)", gap.data
         )
-        if gap.seq < self._seen:
-            for task_id in tuple(self._open):
+        if gap.seq < self._seen.parts.get(gap.journal, 0):
+            for task_id in [each for each, task in self._open.items() if gap.journal in task.first]:
                 self.forget(task_id)
 
 
@@ -173,29 +189,38 @@ class Acks:
     patience_s: float
     now: Callable[[], float]
     every_s: float = ACK_EVERY_S
-    _done: int = field(default=0, init=False)
-    _said: int = field(default=0, init=False)
+    _done: Position = field(factory=Position, init=False)
+    _sent: Position = field(factory=Position, init=False)
     _said_at: float = field(init=False)
 
     @_said_at.default
     def _begins(self) -> float:
         return self.now()
 
-    def move(self, seq: int) -> None:
-        """Record that everything up to `seq` is done. A smaller number than before is from another
+    def move(self, position: Position) -> None:
+        """Record that everything up to `position` is done. A smaller number than before is from another
         journal.
         """
-        self._said = self._said if seq >= self._done else min(self._said, seq - 1)
-        self._done = seq
+        if not position.covers(self._done):
+            self._sent = Position()
+        self._done = position
+
+    @property
+    def _news(self) -> bool:
+        sent = self._sent.parts
+        return self.consumer is not None and any(
+            number > sent.get(journal, 0) for journal, number in self._done.parts.items()
+        )
 
     def report(self) -> Script[None]:
         """Acknowledge if the position has moved and `every_s` seconds have passed since the last time."""
-        if self.consumer is None or self._done <= self._said or self.now() - self._said_at < self.every_s:
+        if self.consumer is None or not self._news or self.now() - self._said_at < self.every_s:
             return
         self._said_at = self.now()
         try:
-            yield from ask(acknowledge(self.consumer, self._done))
-            self._said = self._done
+            answer = yield from ask(acknowledge(self.consumer, self._done))
+            if not answer.pending:
+                self._sent = self._done
         except Unreachable:
             return
         except ClientError as error:
@@ -204,9 +229,21 @@ class Acks:
 
     def report_last(self) -> Script[None]:
         """Acknowledge what is not acknowledged yet, with retries."""
-        if self.consumer is not None and self._done > self._said:
-            yield from patiently(acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now))
-            self._said = self._done
+        if self.consumer is not None and self._news:
+            yield from acknowledged(self.consumer, self._done, Patience(self.patience_s, self.now))
+            self._sent = self._done
+
+
+def acknowledged(consumer: str, position: Position, patience: Patience) -> Script[Acknowledged]:
+    """Acknowledge until every node of a fleet has it on its disk. Raises Unreachable when the patience ends
+    first.
+    """
+    while True:
+        answer = yield from patiently(acknowledge(consumer, position), patience)
+        if not answer.pending:
+            return answer
+        nodes = ", ".join(answer.pending)
+        yield Sleep(patience.pause(Unreachable(f"the fleet does not reach {nodes}: send it again later")))
 
 
 # ── streams ────────────────────────────────────────────────────────────
@@ -226,7 +263,7 @@ def events(follower: Follower, acks: Acks) -> Script[None]:
         if isinstance(event, Event):
             yield Give(event)
             follower.patience.renew()  # the time that the caller took does not count
-            acks.move(event.seq)
+            acks.move(event.position)
             yield from acks.report()
     yield from acks.report_last()
 

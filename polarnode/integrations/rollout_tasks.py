@@ -266,7 +266,8 @@ class NodeRollouts:
     settings: PluginSettings
     client: AsyncPolarnodeClient = field(init=False)
     _waiting: dict[str, _Waiter] = field(factory=dict, init=False)
-    _seen: int | None = field(default=None, init=False)  # events after this one are not read yet
+    # events after this one are not read yet
+    _seen: int | str | None = field(default=None, init=False)
     _events: AsyncEvents[Event] | None = field(default=None, init=False)
     _reading: bool = field(default=False, init=False)
     _places: anyio.CapacityLimiter = field(init=False)
@@ -403,7 +404,7 @@ class NodeRollouts:
                     each.failed = error
                     each.wake()
             else:
-                self._seen = event.seq
+                self._seen = event.id
                 self._pass_on(event)
 
     def _pass_on(self, event: Event) -> None:

@@ -86,15 +86,19 @@ class StoredEvent:
     key: str
     body: bytes
 
-    @property
-    def json(self) -> bytes:
-        """What a stream sends: `{"seq", "key", kind: body}`."""
-        return self.before + self.body + b"}"
+    def json(self, journal: str) -> bytes:
+        """What a stream of the journal sends: `{"seq", "journal", "key", kind: body}`."""
+        return self.before(journal) + self.body + b"}"
 
-    @property
-    def before(self) -> bytes:
+    def before(self, journal: str) -> bytes:
         """Its `json` up to the body."""
-        return b'{"seq":%d,"key":%b,"%b":' % (self.seq, dump_json(self.key), self.kind.encode())
+        key = dump_json(self.key)
+        return b'{"seq":%d,"journal":"%b","key":%b,"%b":' % (
+            self.seq,
+            journal.encode(),
+            key,
+            self.kind.encode(),
+        )
 
 
 def unreadable_event(row: Sequence[Any], reason: str) -> StoredEvent:

@@ -20,6 +20,7 @@ from polarnode.api.query import last_event_id, read_query
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec import read_trajectory
 from polarnode.core.errors import Busy, DiskFull, EngineError, Refused
+from polarnode.core.positions import Position
 from polarnode.core.trajectory import NewMessages
 from polarnode.journal import queries
 from polarnode.journal.values import Retention
@@ -378,6 +379,7 @@ async def test_who_comes_too_late_hears_of_the_gap(started: Started) -> None:
             assert (gap["event"], gap["id"]) == ("gap", str(oldest - 1))
             assert gap["data"] == {
                 "seq": oldest - 1,
+                "journal": plane.journal.id,
                 "key": f"gap:0-{oldest}",
                 "gap": {"after": 0, "oldest": oldest},
             }
@@ -430,7 +432,7 @@ async def test_what_cannot_be_given_is_one_event_and_the_stream_goes_on(started:
         assert (lost["kind"], lost["session_id"], lost["task_id"]) == ("trajectory", "b", "x")
         assert "cannot be written" in lost["reason"]
         acknowledged = await client.post("/v1/trajectories/ack", {"consumer": "trainer", "seq": 3})
-        assert acknowledged.json() == {"consumer": "trainer", "position": 3}
+        assert acknowledged.json() == {"consumer": "trainer", "position": 3, "id": "3", "pending": []}
         status, kind, message, _ = error_of(await client.get("/v1/trajectories/b", turns="full"))
         assert (status, kind) == (410, "unreadable")
         assert "cannot be written" in message
@@ -576,7 +578,10 @@ async def test_a_parameter_that_can_not_be_is_refused(
 async def test_an_acknowledgement_is_read_strictly(started: Started) -> None:
     async with started() as (_, client):
         for body, path in (
-            ({"consumer": "a"}, "$.seq"),
+            ({"consumer": "a"}, "$.id"),
+            ({"consumer": "a", "seq": 1, "id": "1"}, "$.id"),
+            ({"consumer": "a", "id": "one"}, "$.id"),
+            ({"consumer": "a", "id": Position({"j" + "0" * 16: 1}).text}, "$.id"),
             ({"consumer": "a", "seq": 1, "x": 1}, "$.x"),
             ({"consumer": "", "seq": 1}, "$.consumer"),
             ({"consumer": "a", "seq": -1}, "$.seq"),

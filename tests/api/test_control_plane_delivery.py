@@ -283,6 +283,9 @@ EVENTS_OF_A_PAGE = queries.PAGE_BYTES // 60_000
 # ── how events are written ────────────────────────────────────────────────────
 
 
+JOURNAL = "j0123456789abcdef"
+
+
 def test_small_events_leave_together_and_large_ones_in_pieces() -> None:
     small = tuple(
         StoredEvent(seq=seq, kind="group", key=f"group:{seq}", body=b'{"a":1}') for seq in range(1, 5)
@@ -290,11 +293,11 @@ def test_small_events_leave_together_and_large_ones_in_pieces() -> None:
     large = StoredEvent(
         seq=5, kind="trajectory", key="trajectory:l", body=b'"' + b"x" * (3 * exports.WRITE_BYTES) + b'"'
     )
-    assert len(list(exports._pieces(small))) == 1
-    pieces = list(exports._pieces((*small, large, *small)))
+    assert len(list(exports._pieces(small, JOURNAL))) == 1
+    pieces = list(exports._pieces((*small, large, *small), JOURNAL))
     assert max(map(len, pieces)) <= 2 * exports.WRITE_BYTES
     assert b"".join(pieces) == b"".join(
-        b"event: %b\nid: %d\ndata: %b\n\n" % (event.kind.encode(), event.seq, event.json)
+        b"event: %b\nid: %d\ndata: %b\n\n" % (event.kind.encode(), event.seq, event.json(JOURNAL))
         for event in (*small, large, *small)
     )
     assert EventPage(events=small, seen=4, first_seq=1, last_seq=4).follows(0)

@@ -39,10 +39,11 @@ from polarnode.client.scripts import (
     patiently,
     read_event,
 )
-from polarnode.client.streams import LOOK_AFTER_S, Acks, Collector, Groups, events
+from polarnode.client.streams import LOOK_AFTER_S, Acks, Collector, Groups, acknowledged, events
 from polarnode.client.values import read_error
 from polarnode.core.codec import dump_json, trajectory_json
 from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.core.positions import Position
 from polarnode.core.status import Submitted, UnreadableEvent
 from polarnode.core.task import CaptureSpec
 from polarnode.groups import Group
@@ -560,11 +561,11 @@ def test_an_unreadable_group_does_not_hold_the_position(caplog: pytest.LogCaptur
     data = trajectory_json(make_trajectory("t-0", task_id="t"))
     session = Event(seq=1, kind="trajectory", key="trajectory:t-0", data=data)
     assert collector.add(session) is None
-    assert collector.position == 0
+    assert collector.position.parts.get("", 0) == 0
     assert collector.add(unreadable_event(2, "trajectory", "t")) is None
-    assert collector.position == 0, "its group is still to come"
+    assert collector.position.parts.get("", 0) == 0, "its group is still to come"
     assert collector.add(unreadable_event(3, "group", "t")) is None
-    assert collector.position == 3
+    assert collector.position.parts.get("", 0) == 3
     assert "its row is damaged" in caplog.text
 
 
@@ -603,16 +604,16 @@ def test_a_group_that_comes_twice_on_one_stream_is_given_once() -> None:
     assert gathered is not None
     collector.done(gathered.whole(()))
     assert collector.add(attrs.evolve(events_[0], seq=2)) is None
-    assert collector.position == 2
+    assert collector.position.parts.get("", 0) == 2
 
 
 def test_what_another_journal_never_heard_of_is_not_waited_for() -> None:
     collector = Collector()
     value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
     collector.add(Event(seq=40, kind="trajectory", key="trajectory:a-0", data=value, size=10))
-    assert (collector.oldest, collector.position) == ("a", 39)
+    assert (collector.oldest, collector.position.parts.get("", 0)) == ("a", 39)
     collector.add(Event(seq=0, kind="gap", key="gap", data={"after": 40, "oldest": 1}))
-    assert (collector.oldest, collector.position) == (None, 0)
+    assert (collector.oldest, collector.position.parts.get("", 0)) == (None, 0)
 
 
 def test_a_stream_that_keeps_ending_is_closed_and_given_up() -> None:
@@ -626,3 +627,55 @@ def test_a_stream_that_keeps_ending_is_closed_and_given_up() -> None:
     with pytest.raises(Unreachable, match="keeps ending"):
         next(found)
     assert world.closed == 1
+
+
+# ── a fleet's stream ──────────────────────────────────────────────────────────
+
+FIRST, SECOND = "j" + "1" * 16, "j" + "2" * 16
+
+
+def fleet_event(position: Position, journal: str, kind: str, key: str, data: object) -> Event:
+    return Event(
+        seq=position.parts[journal], kind=kind, key=key, data=data, journal=journal, id=position.text, size=10
+    )
+
+
+def test_an_open_group_holds_its_own_journal_alone() -> None:
+    collector = Collector()
+    value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
+    collector.add(fleet_event(Position({FIRST: 4}), FIRST, "trajectory", "trajectory:a-0", value))
+    collector.add(fleet_event(Position({FIRST: 4, SECOND: 9}), SECOND, "task", "task:b", {}))
+    collector.add(fleet_event(Position({FIRST: 5, SECOND: 9}), FIRST, "task", "task:c", {}))
+    assert collector.position == Position({FIRST: 3, SECOND: 9})
+    # the task moved: the owner gives the same session again, and holds its own journal too
+    collector.add(
+        fleet_event(Position({FIRST: 5, SECOND: 10}), SECOND, "trajectory", "trajectory:a-0", value)
+    )
+    assert collector.position == Position({FIRST: 3, SECOND: 9})
+    body = {"task_id": "a", "group_id": "a", "sessions": [], "state": "complete"}
+    found = collector.add(fleet_event(Position({FIRST: 5, SECOND: 11}), SECOND, "group", "group:a", body))
+    assert found is not None
+    collector.done(found.whole(()))
+    assert collector.position == Position({FIRST: 5, SECOND: 11})
+    # and its first home, back, has the group too
+    again = collector.add(fleet_event(Position({FIRST: 6, SECOND: 11}), FIRST, "group", "group:a", body))
+    assert again is None
+    assert collector.position == Position({FIRST: 6, SECOND: 11})
+
+
+def test_nodes_that_were_not_reached_are_sent_the_acknowledgement_again() -> None:
+    now = [0.0]
+    script = acknowledged("c", Position({FIRST: 1}), Patience(60.0, lambda: now[0]))
+    asked = next(script)
+    assert isinstance(asked, Ask)
+    assert asked.request.body == dump_json({"consumer": "c", "id": Position({FIRST: 1}).text})
+    pause = script.send(b'{"id": "", "pending": ["node-2"]}')
+    assert isinstance(pause, Sleep)
+    assert isinstance(script.send(None), Ask)
+    with pytest.raises(StopIteration):
+        script.send(b'{"id": "v", "pending": []}')
+    now[0] = 61.0
+    script = acknowledged("c", Position({FIRST: 1}), Patience(0.0, lambda: now[0]))
+    next(script)
+    with pytest.raises(Unreachable, match="does not reach node-2"):
+        script.send(b'{"id": "", "pending": ["node-2"]}')

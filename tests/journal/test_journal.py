@@ -142,9 +142,10 @@ async def test_events_carry_all_a_trainer_needs(opened: Open) -> None:
         record(journal, make_trajectory("b", sample_index=1, status="failed", reward=0.0))
         await journal.flushed()
         page = await journal.events(0, encoder=json_encoder("base64"))
-        bodies = [orjson.loads(event.json) for event in page.events]
+        bodies = [orjson.loads(event.json(journal.id)) for event in page.events]
         assert bodies[0] == {
             "seq": 1,
+            "journal": journal.id,
             "key": "trajectory:a",
             "trajectory": orjson.loads(orjson.dumps(trajectory_json(make_trajectory("a"), arrays="base64"))),
         }
@@ -603,7 +604,7 @@ async def test_a_replaced_session_is_read_by_who_asks_for_it(opened: Open) -> No
         assert (await journal.events(0)).events == ()
         (event,) = (await journal.events(0, filters=Filters(kinds=("attempt",)))).events
         assert (event.kind, event.key) == ("attempt", "attempt:a")
-        assert orjson.loads(event.json)["attempt"]["session_id"] == "a"
+        assert orjson.loads(event.json(journal.id))["attempt"]["session_id"] == "a"
         for passed_over in (
             Filters(kinds=("attempt",), outcome="completed"),
             Filters(kinds=("attempt",), min_reward=0.0),

@@ -105,8 +105,10 @@ def callback_formats(*, node: str) -> Mapping[str, CallbackFormat]:
         journal: Journal, event: StoredEvent, task: TaskRecord
     ) -> AsyncGenerator[bytes, None]:
         session = next((one for one in task.sessions if event.key == f"trajectory:{one.session_id}"), None)
-        # a session that lost its place in the group has no SessionResult
-        yield event.json if session is None else await session_body(journal, task, session, node=node)
+        if session is None:  # it lost its place in the group, and has no SessionResult
+            yield event.json(journal.id)
+        else:
+            yield await session_body(journal, task, session, node=node)
 
     return {
         "polar_task": CallbackFormat(kinds=("task",), body=task_result, refusal=callback_refusal),
