@@ -17,7 +17,15 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from polarnode.api.metrics import Figures
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Busy, Conflict, DiskFull, PolarnodeError, Refused, Unreadable
+from polarnode.core.errors import (
+    Busy,
+    Conflict,
+    DiskFull,
+    PolarnodeError,
+    Refused,
+    Superseded,
+    Unreadable,
+)
 from polarnode.core.status import Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
@@ -145,6 +153,8 @@ def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
             return "unauthorized", 401, {"WWW-Authenticate": "Bearer"}
         case NotFound():
             return "not_found", 404, {}
+        case Superseded():
+            return "superseded", 409, {}
         case Conflict():
             return "conflict", 409, {}
         case Busy():

@@ -64,11 +64,14 @@ class TaskCopy:
 
 @frozen(kw_only=True)
 class CopyOrder:
-    """Body of POST /v1/fleet/tasks: begin a task as its home, or keep its copy as its second home."""
+    """Body of POST /v1/fleet/tasks: begin a task as its home, or keep its copy as its second home. `places`:
+    finished ones that its home has staged for the copy.
+    """
 
     term: int
     role: Role
     copy: TaskCopy
+    places: int = 0
 
 
 @frozen(kw_only=True)

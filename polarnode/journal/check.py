@@ -16,12 +16,15 @@ from attrs import define, frozen
 
 from polarnode.core.errors import JournalError, Unreadable, boundary
 from polarnode.core.trajectory import Turn
-from polarnode.journal import entries, queries
+from polarnode.journal import copies, entries, queries
 from polarnode.journal.damage import Damage, Damages, JournalConnection, note, reading_pages
 from polarnode.journal.schema import BUSY_MS, TABLES, VERSION
 from polarnode.journal.values import KEYS_ALONE, EventKind, Filters
 
-BODIES: Final = ("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations")
+BODIES: Final = (
+    *("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations"),
+    *("copies", "commits", "held"),
+)
 FAULTS_OF_SQLITE: Final = 100  # that its check lists; a file with more is not repaired by reading them
 
 
@@ -201,6 +204,16 @@ def _evaluations(db: sqlite3.Connection) -> None:
         entries.evaluation(db, evaluation_id)
 
 
+def _fleet(db: sqlite3.Connection) -> None:
+    """What a fleet keeps: copies of tasks, commits, results that wait."""
+    for (task_id,) in db.execute("SELECT task_id FROM copies").fetchall():
+        copies.copy_of(db, task_id)
+    for task_id, place in db.execute("SELECT task_id, place FROM commits").fetchall():
+        copies.committed(db, task_id, place)
+    for (session_id,) in db.execute("SELECT session_id FROM held").fetchall():
+        copies.held_result(db, session_id)
+
+
 # by table and its key, what must be there for each row, as a query that gives the keys of the rows without it
 REFERENCES: Final[Mapping[str, tuple[str, str]]] = {
     "its session is missing": (
@@ -223,7 +236,8 @@ REFERENCES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "no session of the task is there": (
         "tasks",
-        "SELECT task_id FROM tasks WHERE task_id NOT IN (SELECT task_id FROM sessions)",
+        """SELECT task_id FROM tasks WHERE task_id NOT IN (SELECT task_id FROM sessions)
+        AND task_id NOT IN (SELECT task_id FROM copies WHERE role = 'former')""",
     ),
     "the event that a callback waits for is missing": (
         "callbacks",
@@ -231,12 +245,17 @@ REFERENCES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "the session that took its place is missing": (
         "sessions",
-        "SELECT session_id FROM sessions WHERE retried_as NOT IN (SELECT session_id FROM sessions)",
+        """SELECT session_id FROM sessions WHERE retried_as NOT IN (SELECT session_id FROM sessions)
+        AND task_id NOT IN (SELECT task_id FROM copies WHERE role = 'former')""",
     ),
     "the evaluation of the session is missing": (
         "evaluated",
         """SELECT session_id FROM evaluated
         WHERE evaluation_id NOT IN (SELECT evaluation_id FROM evaluations)""",
+    ),
+    "the session of the result is missing": (
+        "held",
+        "SELECT session_id FROM held WHERE session_id NOT IN (SELECT session_id FROM sessions)",
     ),
     "it acknowledges events that were never given": (
         "positions",
@@ -252,4 +271,4 @@ def _references(db: sqlite3.Connection) -> None:
             note(db, Damage(table=table, row=str(row), reason=reason))
 
 
-STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _references)
+STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _fleet, _references)

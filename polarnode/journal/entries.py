@@ -132,12 +132,13 @@ def _insert_task(
     )
     pending_callbacks.remember_callback(db, str(row[0]), target)
     for index, session_id in enumerate(session_ids):
-        _insert_session(db, session_id=session_id, task_id=str(row[0]), sample_index=index)
+        insert_session(db, session_id=session_id, task_id=str(row[0]), sample_index=index)
 
 
-def _insert_session(
+def insert_session(
     db: sqlite3.Connection, *, session_id: str, task_id: str, sample_index: int, attempt: int = 0
 ) -> None:
+    """The row of a session without an outcome, unless it has one."""
     life = "(SELECT value FROM meta WHERE name = 'life')"
     db.execute(
         "INSERT OR IGNORE INTO sessions (session_id, task_id, sample_index, attempt, identity_checksum, life)"
@@ -167,7 +168,7 @@ def session_entry(identity: Identity) -> Entry:
 
 def _start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -> None:
     whose = {"session_id": identity.session_id, "task_id": identity.task_id}
-    _insert_session(db, **whose, sample_index=identity.sample_index, attempt=identity.attempt)
+    insert_session(db, **whose, sample_index=identity.sample_index, attempt=identity.attempt)
     row = (identity.session_id, identity.task_id, identity.sample_index, identity.attempt, body)
     db.execute(
         "UPDATE sessions SET attempt = ?, identity = ?, identity_checksum = ? WHERE session_id = ?",
@@ -230,6 +231,16 @@ def replaced_entry(trajectory: Trajectory, successor: Identity, *, now: float) -
     )
 
 
+def attempt_entry(trajectory: Trajectory, *, now: float) -> Entry:
+    """A session whose place another journal's session took, as its `retried_as` says."""
+    published = _published(trajectory, now)
+
+    def apply(db: sqlite3.Connection) -> None:
+        _is_first(db, published)
+
+    return Entry(2 * ROW_BYTES + len(published.body), apply)
+
+
 def _published(trajectory: Trajectory, now: float) -> _Published:
     return _Published(
         session_id=trajectory.session_id,
@@ -261,7 +272,7 @@ def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
     """Write a session's trajectory. Only the first is kept, because its event may have been read. False for a
     later one.
     """
-    _insert_session(
+    insert_session(
         db, session_id=it.session_id, task_id=it.task_id, sample_index=it.sample_index, attempt=it.attempt
     )
     row = (dump_json(plain(it.outcome)), it.reward, it.trainable, it.staleness, it.now, it.retried_as)

@@ -22,11 +22,13 @@ from attrs import define, field
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import JournalError, Refused, boundary
+from polarnode.core.fleet import TaskCopy
 from polarnode.core.status import Consumer, SessionRecord
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal import entries, pending_callbacks, queries
+from polarnode.journal.copies import begin_entry
 from polarnode.journal.damage import Damage, Damages
 from polarnode.journal.entries import (
     ROW_BYTES,
@@ -157,19 +159,30 @@ class Journal:
     # ── writing: synchronous, in order, never waits ───────────────────────────
 
     def task_submitted(
-        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
+        self,
+        spec: TaskSpec,
+        *,
+        task_id: str,
+        session_ids: tuple[str, ...],
+        idempotency_key: str | None,
+        copy: TaskCopy | None = None,
     ) -> None:
-        """Record an accepted task. Its sessions count as unfinished from now on."""
-        self._writer.put(
-            task_entry(
-                spec,
-                task_id=task_id,
-                session_ids=session_ids,
-                idempotency_key=idempotency_key,
-                now=self.now(),
-                callback_kinds=self.callback_kinds.get(spec.callback_format, EVENT_KINDS),
-            )
+        """Record an accepted task, of a fleet with its `copy`. Its sessions count as unfinished from now
+        on.
+        """
+        entry = task_entry(
+            spec,
+            task_id=task_id,
+            session_ids=session_ids,
+            idempotency_key=idempotency_key,
+            now=self.now() if copy is None else copy.submitted,
+            callback_kinds=self.kinds_for(spec),
         )
+        self._writer.put(entry if copy is None else begin_entry(copy, entry))
+
+    def kinds_for(self, spec: TaskSpec) -> tuple[EventKind, ...]:
+        """The kinds of events that the task's callback is sent."""
+        return self.callback_kinds.get(spec.callback_format, EVENT_KINDS)
 
     def session_started(self, identity: Identity) -> None:
         """The identity of a session. A session without a task begins with this."""

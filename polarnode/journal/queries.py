@@ -416,7 +416,8 @@ def _facts(db: sqlite3.Connection, row: Row) -> Facts:
 
 def ending(db: sqlite3.Connection, task_id: str, finished: float) -> dict[str, dict[str, Json]]:
     """The bodies of the `group` and `task` events of a task whose places are over; none for an unknown task.
-    A task whose row is damaged is judged by the defaults.
+    A task whose row is damaged is judged by the defaults. The bytes depend on the places alone, because in a
+    fleet two journals may write them; `finished` is for journals that did not record when a place ended.
     """
     row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
     if row is None:
@@ -426,7 +427,9 @@ def ending(db: sqlite3.Connection, task_id: str, finished: float) -> dict[str, d
     group = judged((spec or UNKNOWN_TASK).group, places_over(db, task_id), task_id=task_id, group_id=group_id)
     statuses = [member.status for member in group.members]
     counts: dict[str, Json] = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
-    times: dict[str, Json] = {"submitted": row[3], "finished": finished}
+    last = "SELECT max(finished) FROM sessions WHERE task_id = ? AND retried_as IS NULL"
+    (ended,) = db.execute(last, (task_id,)).fetchone()
+    times: dict[str, Json] = {"submitted": row[3], "finished": finished if ended is None else ended}
     return {
         "group": group_json(group),
         "task": {"task_id": task_id, "group_id": group_id, "counts": counts, **times},

@@ -18,7 +18,8 @@ from polarnode.containers.images import Images
 from polarnode.containers.runtimes import Runtimes
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
-from polarnode.core.errors import ConfigError, Conflict
+from polarnode.core.errors import Busy, ConfigError, Conflict, PolarnodeError
+from polarnode.core.fleet import CopyOrder, Load, NodeReport, TaskCopy
 from polarnode.core.task import TaskSpec
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines
@@ -36,17 +37,19 @@ from polarnode.http.server import (
 )
 from polarnode.journal.journal import Journal
 from polarnode.node.config import NodeConfig
-from polarnode.rollouts.admission import check_task
+from polarnode.rollouts.admission import backpressure, check_task
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges
 from polarnode.rollouts.scheduler import LiveSessionStatus, Scheduler
+from polarnode.rollouts.second_homes import SecondHomes
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
 
 # seconds for a cancel to be on disk before it is answered: a full disk, which is waited out, must not hold
 # the answer up
 WRITTEN_S = 5.0
+DRAINING_S = 10.0  # before a task is worth offering again: a drain lasts as long as its longest session
 
 
 @define(eq=False)
@@ -68,6 +71,8 @@ class Node:
     adapters: AdapterStore
     engine_control: EngineControl
     evaluations: Evaluations
+    homes: SecondHomes
+    draining: bool = field(default=False, init=False)  # takes no new tasks; what runs goes on
     # two submissions of one key at once must be one task
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)
 
@@ -80,14 +85,33 @@ class Node:
             existing = await self._existing(spec, idempotency_key)
             return existing if existing is not None else await self._taken(spec, idempotency_key)
 
-    async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
+    async def submit_copy(self, order: CopyOrder) -> Submitted:
+        """Accept a fleet's task as its home; its second home has the copy already."""
+        copy, spec = order.copy, evolve(order.copy.spec, task_id=order.copy.task_id)
+        self.callbacks.check(spec)
+        async with self._submitting:
+            existing = await self._existing(spec, copy.idempotency_key)
+            if existing is not None:
+                return existing
+            self.homes.begin(copy)
+            try:
+                return await self._taken(spec, copy.idempotency_key, copy)
+            except PolarnodeError:
+                self.homes.begin_failed(copy.task_id)
+                raise
+
+    async def _taken(
+        self, spec: TaskSpec, idempotency_key: str | None, copy: TaskCopy | None = None
+    ) -> Submitted:
+        if self.draining:
+            raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAINING_S)
         check_task(
             self.journal.statistics(),
             pending=self.scheduler.statistics().live,
             more=spec.num_samples,
             limit=self.config.pending_limit,
         )
-        task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key)
+        task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key, copy=copy)
         await self.journal.flushed()
         return Submitted(task_id=task_id, session_ids=session_ids)
 
@@ -113,10 +137,53 @@ class Node:
         """End a task's sessions; they keep their turns. When this returns, no restart of the node retries
         one, unless the journal's disk is full.
         """
-        cancelled = self.scheduler.cancel(task_id) or await self.captures.cancel(task_id)
+        self.homes.cancelled(task_id)
+        cancelled = (
+            self.scheduler.cancel(task_id) or self.homes.waits(task_id) or await self.captures.cancel(task_id)
+        )
         with trio.move_on_after(WRITTEN_S):
             await self.journal.flushed()
         return cancelled
+
+    def drain(self, draining: bool) -> None:
+        """Take no new tasks until this is taken back."""
+        self.draining = draining
+
+    def report(self) -> NodeReport:
+        """The node now, as the front of its fleet sees it."""
+        scheduler, journal = self.scheduler.statistics(), self.journal.statistics()
+        limit = self.config.pending_limit
+        busy = journal.warning if journal.refuses_tasks else None
+        busy = busy or backpressure(journal, pending=scheduler.live, more=1, limit=limit)
+        return NodeReport(
+            node=self.config.node_id,
+            journal=self.journal.id,
+            model=self.model.name,
+            ready=self.ready(),
+            draining=self.draining,
+            term=self.homes.term,
+            front=self.homes.front,
+            version=self.weights.status().version,
+            load=Load(
+                slots=self.config.run_limit,
+                live=scheduler.live,
+                pending_limit=limit,
+                session_s=self.scheduler.session_s,
+                images=self.scheduler.recent_images,
+                busy=busy,
+            ),
+            last_seq=self.journal.last_seq,
+            held=self.homes.held,
+            tasks_digest=self.homes.digest,
+            status={
+                "live": scheduler.live,
+                "ended": scheduler.ended,
+                "retried": scheduler.retried,
+                "captures": len(self.captures.list()),
+                "unacknowledged": journal.unacknowledged_events,
+                "loop_p99_s": self.lag.statistics().p99,
+            },
+        )
 
     @property
     def node_id(self) -> str:

@@ -21,6 +21,7 @@ from attrs import evolve
 
 from polarnode.api.app import Extension, create_app
 from polarnode.api.callbacks import CallbackFormat, Receivers, callback_networks, open_callbacks
+from polarnode.api.fleet_routes import FleetRoutes
 from polarnode.api.routes import AdapterRoutes, CaptureRoutes, EvaluationRoutes, ScoreRoutes, WeightsRoutes
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
@@ -55,11 +56,12 @@ from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 from polarnode.node.node import Node, open_captures
+from polarnode.node.peers import open_homes
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
-from polarnode.rollouts.scheduler import Scheduler, recover
+from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.bounded import private_folder
@@ -332,13 +334,14 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
             adapters = await _restored(config, weights, report)
             images = Images(settings=runtimes.settings, log=state / "images.log", report=report)
-            # of both planes: their renderings share two threads
-            served, recordings = _served(engines, model), _recordings(config)
+            served, recordings = _served(engines, model), _recordings(config)  # of both planes
             plane = ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
-            async with _open_sessions(
-                config, journal, engines, runtimes, images, judges, model, plane, scoring
-            ) as scheduler:
-                await recover(journal, scheduler, report)
+            async with (
+                _open_sessions(
+                    config, journal, engines, runtimes, images, judges, model, plane, scoring
+                ) as scheduler,
+                open_homes(config.token, journal, scheduler, report) as homes,
+            ):
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
@@ -362,6 +365,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                             adapters=adapters,
                             evaluations=evaluations,
                             engine_control=control,
+                            homes=homes,
                         )
                         yield node
                         # not in a finally: who leaves by force gets `interrupted` trajectories at the next
@@ -567,7 +571,7 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         guard=guard,
         sessions_dir=_sessions_dir(config),
         extensions=(
-            Extension(rows=rows),
+            Extension(rows=(*rows, *FleetRoutes(node=node).rows())),
             polar_extension(node),
             sglang_extension(
                 node,

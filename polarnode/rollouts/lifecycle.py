@@ -44,9 +44,9 @@ SESSION_ID_BYTES: Final = 8  # 64 random bits, so that session ids never collide
 PAUSES: Final = Backoff(first_s=0.5, longest_s=5.0, factor=4.0)
 
 
-def retries_left(identity: Identity, budgets: Budgets) -> bool:
-    """Whether another attempt may follow this session."""
-    return identity.attempt < budgets.retries
+def retries_left(retries: int, budgets: Budgets) -> bool:
+    """Whether another attempt may follow a session that follows `retries` others."""
+    return retries < budgets.retries
 
 
 def successor(identity: Identity, session_id: str) -> Identity:
@@ -174,6 +174,22 @@ class SessionDriver(Protocol):
 Driver = TypeVar("Driver", bound=SessionDriver)
 
 
+class Homes:
+    """Where tasks have a second home; nowhere, for a node that is alone."""
+
+    def holds(self, trajectory: Trajectory) -> bool:
+        """Take a finished session's result, to publish it once its second home has it."""
+        return False
+
+    def first_attempt(self, task_id: str) -> int:
+        """The attempt from which this node counts the retries of a task's sessions."""
+        return 0
+
+    def moved(self, task_id: str) -> bool:
+        """Whether the task is another node's now: none of its sessions is tried again here."""
+        return False
+
+
 @define(eq=False)
 class SessionRegistry:
     """Every live session of a node, by id, in the order they began.
@@ -184,6 +200,7 @@ class SessionRegistry:
 
     services: NodeServices
     groups: GroupWatch = field(init=False)
+    homes: Homes = field(factory=Homes, init=False)
     stopping: bool = field(default=False, init=False)
     _drivers: dict[str, SessionDriver] = field(factory=dict, init=False)
     _scoring: set[trio.CancelScope] = field(factory=set, init=False)  # of those a teacher scores now
@@ -292,8 +309,13 @@ class SessionRegistry:
         self.services.tally.published(end.trajectory)
 
     def publish(self, trajectory: Trajectory) -> None:
-        """Publish a finished sample. Running siblings are cancelled if their group has enough now."""
-        self.services.journal.publish(trajectory)
+        """Publish a finished sample, at once or when its second home has it."""
+        if not self.homes.holds(trajectory):
+            self.services.journal.publish(trajectory)
+            self.count(trajectory)
+
+    def count(self, trajectory: Trajectory) -> None:
+        """A finished sample was published: running siblings are cancelled if their group has enough now."""
         if self.groups.over(trajectory):
             for driver in tuple(self._drivers.values()):
                 identity = driver.identity

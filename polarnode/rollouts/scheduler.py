@@ -10,18 +10,21 @@ decides which they are. Each is settled in one entry, so a node killed during re
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.containers.pool import Demand
 from polarnode.core.errors import Refused
+from polarnode.core.fleet import TaskCopy
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.groups.group import EARLY_STOP, lost_to_the_machine, stamped
+from polarnode.journal.copies import held_sessions
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.token_extras import unscored
@@ -43,6 +46,8 @@ from polarnode.support.concurrency import SemaphoreStatistics
 
 logger = logging.getLogger(__name__)
 
+KEPT_IMAGES = 32  # of recent tasks: a node keeps about so many prepared workspaces
+WEIGHT = 0.05  # of a session's seconds in the average: about the last twenty count
 KEPT_ENDED = 10_000  # ended sessions that status still lists: about 1 kB each
 
 
@@ -109,6 +114,8 @@ class Scheduler:
     warm: int
     _demand: Demand = field(init=False)
     _ended: dict[str, LiveSessionStatus] = field(factory=dict, init=False)
+    session_s: float = field(default=0.0, init=False)  # moving average of sessions that ended
+    _images: dict[str, None] = field(factory=dict, init=False)
 
     @_demand.default
     def _make_demand(self) -> Demand:
@@ -116,45 +123,89 @@ class Scheduler:
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 
-    def submit(self, spec: TaskSpec, *, idempotency_key: str | None = None) -> tuple[str, tuple[str, ...]]:
-        """Accept a task and return (task_id, session_ids). Raises Refused when a part that it names is not
-        available or does not accept its settings, or when the node is stopping.
+    def submit(
+        self, spec: TaskSpec, *, idempotency_key: str | None = None, copy: TaskCopy | None = None
+    ) -> tuple[str, tuple[str, ...]]:
+        """Accept a task, of a fleet with its `copy`, and return (task_id, session_ids). Raises Refused when a
+        part that it names is not available or does not accept its settings, or when the node is stopping.
         """
         if self.registry.stopping:
             raise Refused("this node is stopping and takes no new tasks: use another node, or retry later")
         task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
-        orders = self._orders(spec, task_id)
+        orders = self._orders(spec, task_id, {index: new_session_id() for index in range(spec.num_samples)})
         session_ids = tuple(order.identity.session_id for order in orders)
-        self.services.journal.task_submitted(
-            spec, task_id=task_id, session_ids=session_ids, idempotency_key=idempotency_key
-        )
-        for order in orders:
-            self.services.journal.session_started(order.identity)
+        whose: dict[str, Any] = {"task_id": task_id, "session_ids": session_ids}
+        whose |= {} if copy is None else {"copy": copy}
+        self.services.journal.task_submitted(spec, idempotency_key=idempotency_key, **whose)
         self.registry.groups.begin(task_id, spec)
-        self._demand.expect(session_ids, orders[0].runtime, each=orders[0].containers)
-        for order in orders:
-            self._start(order)
+        self._begin(orders)
         return task_id, session_ids
 
-    def _orders(self, spec: TaskSpec, task_id: str) -> tuple[SessionOrder, ...]:
+    def adopt(self, spec: TaskSpec, task_id: str, places: Mapping[int, str]) -> None:
+        """Begin these sessions, by place, of a task that the journal has and another node began. What cannot
+        be run here ends with an error, because nobody waits for an answer.
+        """
+        try:
+            self._begin(self._orders(spec, task_id, places))
+        except Refused as refused:
+            reason = f"the task's node is gone, and this one cannot run it: {refused}"
+            for index, session_id in places.items():
+                identity = self._identity(spec, task_id, index, session_id, HarnessSpec().name, None)
+                outcome = Outcome(status="error", boundary="node", reason=reason)
+                self.registry.publish(assemble(identity, spec, (), Result(outcome=outcome)))
+
+    @property
+    def recent_images(self) -> tuple[str, ...]:
+        """The images of recent tasks, whose workspaces are likely to be prepared here."""
+        return tuple(self._images)
+
+    def _begin(self, orders: Sequence[SessionOrder]) -> None:
+        for order in orders[:1]:
+            self._images.pop(order.runtime.image, None)
+            remember(self._images, order.runtime.image, None, most=KEPT_IMAGES)
+        for order in orders:
+            self.services.journal.session_started(order.identity)
+        ids = tuple(order.identity.session_id for order in orders)
+        if orders:
+            self._demand.expect(ids, orders[0].runtime, each=orders[0].containers)
+        for order in orders:
+            self._start(order)
+
+    def _orders(
+        self, spec: TaskSpec, task_id: str, session_ids: Mapping[int, str]
+    ) -> tuple[SessionOrder, ...]:
         found = self._admitted(spec)
+        name, version = found.harness.name, found.harness.version
         return tuple(
             SessionOrder(
-                identity=Identity(
-                    session_id=new_session_id(),
-                    task_id=task_id,
-                    group_id=spec.group_id or task_id,
-                    sample_index=index,
-                    harness=found.harness.name,
-                    harness_version=found.harness.version,
-                    model=self.services.identity.model,
-                    node=self.services.identity.node,
-                ),
+                identity=self._identity(spec, task_id, index, session_id, name, version),
                 spec=spec,
                 harness=found.harness,
                 evaluator=found.evaluator,
+                first_attempt=self.registry.homes.first_attempt(task_id),
             )
-            for index in range(spec.num_samples)
+            for index, session_id in session_ids.items()
+        )
+
+    def _identity(
+        self,
+        spec: TaskSpec,
+        task_id: str,
+        index: int,
+        session_id: str,
+        harness: str,
+        version: str | None,
+    ) -> Identity:
+        return Identity(
+            session_id=session_id,
+            task_id=task_id,
+            group_id=spec.group_id or task_id,
+            sample_index=index,
+            harness=harness,
+            harness_version=version,
+            model=self.services.identity.model,
+            node=self.services.identity.node,
+            attempt=self.registry.homes.first_attempt(task_id),
         )
 
     def _admitted(self, spec: TaskSpec) -> Admitted:
@@ -205,7 +256,13 @@ class Scheduler:
             model=node.model,
             node=node.node,
         )
-        return SessionOrder(identity=today, spec=spec, harness=found.harness, evaluator=found.evaluator)
+        return SessionOrder(
+            identity=today,
+            spec=spec,
+            harness=found.harness,
+            evaluator=found.evaluator,
+            first_attempt=self.registry.homes.first_attempt(identity.task_id),
+        )
 
     def replace(self, lost: Trajectory, order: SessionOrder) -> None:
         """Publish a session that the machine lost outside its group, and start the next attempt. `order` is
@@ -234,7 +291,7 @@ class Scheduler:
             order=order,
             live=self.registry.open(order.identity, order.spec),
             services=self.services,
-            delay_s=pause_before(order.identity.attempt),  # give a transient fault time to pass
+            delay_s=pause_before(order.retries),  # give a transient fault time to pass
             on_phase=self._phase_changed,
             on_unpublished=lambda lost: self._list_ended(evolve(session_status(lost), outcome="error")),
         )
@@ -244,13 +301,17 @@ class Scheduler:
 
     def _session_over(self, end: SessionEnd) -> None:
         """Publish a session that is over: its sample is over, or another attempt takes its place."""
+        timing = end.trajectory.timing
+        seconds = timing.init_s + timing.run_s + timing.post_s  # without what it waited for others
+        self.session_s += (seconds - self.session_s) * (WEIGHT if self.session_s else 1.0)
         session_id = end.identity.session_id
         session = self.registry.get(Session, session_id)
         if (
             session is not None
             and not end.cancelled
             and lost_to_the_machine(end.trajectory.outcome)
-            and retries_left(end.identity, session.task.budgets)
+            and retries_left(session.order.retries, session.task.budgets)
+            and not self.registry.homes.moved(end.identity.task_id)
         ):
             self.replace(end.trajectory, session.order)
             return
@@ -287,13 +348,24 @@ class Scheduler:
 Report = Callable[[str], None]
 
 
-async def recover(journal: Journal, scheduler: Scheduler, report: Report) -> None:
+async def recover(
+    journal: Journal,
+    scheduler: Scheduler,
+    report: Report,
+    *,
+    skips: Callable[[str], bool] = lambda task: False,
+) -> None:
     """Publish each interrupted session as a trajectory of the captured turns, and start another attempt if
-    retries are left.
+    retries are left. Tasks that `skips` names, and results that wait for a second home, are left alone.
 
     A group that has enough gets no new attempts: the node died before it had ended all its sessions.
     """
-    unfinished = await journal.unfinished()
+    held = await journal.query(held_sessions)
+    unfinished = [
+        each
+        for each in await journal.unfinished()
+        if each.identity.session_id not in held and not skips(each.identity.task_id)
+    ]
     for task_id, spec in {
         each.identity.task_id: each.spec for each in unfinished if each.spec is not None
     }.items():
@@ -312,6 +384,8 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
     attempts started earlier are already running.
     """
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
+    homes = scheduler.registry.homes
+    first = homes.first_attempt(session.identity.task_id)
     # read late, because siblings end meanwhile
     if lost.outcome.status == "interrupted" and scheduler.registry.groups.has_enough(
         session.identity.task_id
@@ -322,7 +396,8 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
     if (
         session.spec is not None
         and lost_to_the_machine(lost.outcome)
-        and retries_left(session.identity, session.spec.budgets)
+        and retries_left(session.identity.attempt - first, session.spec.budgets)
+        and not homes.moved(session.identity.task_id)
     ):
         try:
             order = scheduler.order_of(session.spec, session.identity)

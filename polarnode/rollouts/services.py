@@ -30,12 +30,18 @@ from polarnode.support.metrics import NodeCounters
 
 @frozen(kw_only=True)
 class SessionOrder:
-    """One session of a task: its identity, task and parts."""
+    """One session of a task: its identity, task and parts. `first_attempt`: from which its retries count."""
 
     identity: Identity
     spec: TaskSpec
     harness: Harness
     evaluator: Evaluator
+    first_attempt: int = 0
+
+    @property
+    def retries(self) -> int:
+        """How many sessions of this node it follows."""
+        return self.identity.attempt - self.first_attempt
 
     @property
     def runtime(self) -> RuntimeSpec:

@@ -44,7 +44,7 @@ def test_only_what_the_machine_did_is_tried_again(outcome: Outcome, lost: bool) 
 
 def test_a_place_is_held_by_so_many_sessions_and_each_waits_longer() -> None:
     held = [make_identity("s0")]
-    while retries_left(held[-1], Budgets(retries=4)):
+    while retries_left(held[-1].attempt, Budgets(retries=4)):
         held.append(successor(held[-1], f"s{len(held)}"))
     assert [(each.session_id, each.attempt) for each in held] == [
         ("s0", 0),
@@ -55,7 +55,7 @@ def test_a_place_is_held_by_so_many_sessions_and_each_waits_longer() -> None:
     ]
     assert len({(each.task_id, each.group_id, each.sample_index) for each in held}) == 1
     assert [pause_before(each.attempt) for each in held] == [0.0, 0.5, 2.0, 5.0, 5.0]
-    assert not retries_left(held[0], Budgets(retries=0))
+    assert not retries_left(held[0].attempt, Budgets(retries=0))
 
 
 # ── in a node ─────────────────────────────────────────────────────────────────
