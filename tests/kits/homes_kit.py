@@ -50,6 +50,10 @@ class Hollow:
     def journal(self) -> str:
         return str(self.node.journal.id)
 
+    @property
+    def lives(self) -> bool:
+        return not self._ended.is_set()
+
     async def start(self) -> None:
         self._ended, serves = trio.Event(), trio.Event()
         self.nursery.start_soon(self._serve, serves)
@@ -101,7 +105,7 @@ class Hollow:
 
 
 @define(eq=False, kw_only=True)
-class Trio3:
+class Fleet:
     """Nodes, and the one that plays their front."""
 
     nodes: Mapping[str, Hollow]
@@ -117,11 +121,7 @@ class Trio3:
             await self.name_peers(name, front=front)
 
     async def name_peers(self, name: str, *, front: str = "front") -> None:
-        peers = [
-            Peer(journal=each.journal, url=each.link.url)
-            for each in self.nodes.values()
-            if each.node is not None
-        ]
+        peers = [Peer(journal=each.journal, url=each.link.url) for each in self.nodes.values()]
         order = TermOrder(term=self.term, front=front, peers=tuple(peers))
         await self[name].call("POST", "/v1/fleet/term", order)
 
@@ -175,6 +175,8 @@ class Trio3:
         """What a reader of all journals sees: by key, every body that it was given."""
         found: dict[str, set[bytes]] = {}
         for hollow in self.nodes.values():
+            if not hollow.lives:
+                continue
             for key, body in await hollow.events("trajectory", "group", "task"):
                 found.setdefault(key, set()).add(body)
         return found
@@ -203,14 +205,14 @@ async def until(test: Any, seconds: float = 20.0) -> None:
 
 
 @asynccontextmanager
-async def three(folder: Path, names: str = "abc") -> AsyncIterator[Trio3]:
+async def three(folder: Path, names: str = "abc") -> AsyncIterator[Fleet]:
     """Nodes that serve, in the first term."""
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(trio.open_nursery())
         nodes = {name: Hollow(folder=folder, name=name, nursery=nursery) for name in names}
         for hollow in nodes.values():
             await hollow.start()
-        found = Trio3(nodes=nodes)
+        found = Fleet(nodes=nodes)
         await found.take_office()
         yield found
         nursery.cancel_scope.cancel()
