@@ -169,21 +169,19 @@ def _statement(query: str, values: tuple[object, ...]) -> Entry:
 
 def drop_entry(task_id: str, epoch: Epoch) -> Entry:
     """Forget a copy of this epoch or an earlier one. A former home keeps its row, without the homes, because
-    its sessions name successors in another journal; a home keeps one while places are open.
+    its sessions name successors in another journal; both keep it while they have sessions without an end.
     """
     return Entry(ROW_BYTES, partial(_drop, task_id=task_id, epoch=epoch))
 
 
 def _drop(db: sqlite3.Connection, *, task_id: str, epoch: Epoch) -> None:
     row = _role_of(db, task_id)
-    if row is None or row[1] > epoch:
+    if row is None or row[1] > epoch or (row[0] != "second" and _open_sessions(db, task_id)):
         return
     if row[0] == "former":
         db.execute("UPDATE copies SET home = '', second = '' WHERE task_id = ?", (task_id,))
-    elif row[0] == "second" or not _open_sessions(db, task_id):
-        db.execute("DELETE FROM copies WHERE task_id = ?", (task_id,))
     else:
-        return
+        db.execute("DELETE FROM copies WHERE task_id = ?", (task_id,))
     db.execute("DELETE FROM commits WHERE task_id = ?", (task_id,))
 
 

@@ -189,6 +189,10 @@ class Homes:
         """Whether the task is another node's now: none of its sessions is tried again here."""
         return False
 
+    def outlives(self, task_id: str) -> bool:
+        """Whether the task goes on when this node ends, at another or when this one is back."""
+        return False
+
 
 @define(eq=False)
 class SessionRegistry:

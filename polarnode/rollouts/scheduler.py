@@ -32,6 +32,7 @@ from polarnode.merge.trajectory import Identity, Result, assemble
 from polarnode.rollouts.admission import Admitted, admitted
 from polarnode.rollouts.lifecycle import (
     SESSION_ID_BYTES,
+    Homes,
     SessionEnd,
     SessionRegistry,
     new_session_id,
@@ -47,6 +48,7 @@ from polarnode.support.concurrency import SemaphoreStatistics
 logger = logging.getLogger(__name__)
 
 KEPT_IMAGES = 32  # of recent tasks: a node keeps about so many prepared workspaces
+NODE_ENDS = 8  # sessions of a fleet's place that its node may end with it: a task that ends nodes stops there
 WEIGHT = 0.05  # of a session's seconds in the average: about the last twenty count
 KEPT_ENDED = 10_000  # ended sessions that status still lists: about 1 kB each
 
@@ -306,6 +308,8 @@ class Scheduler:
         self.session_s += (seconds - self.session_s) * (WEIGHT if self.session_s else 1.0)
         session_id = end.identity.session_id
         session = self.registry.get(Session, session_id)
+        if self._goes_on(end):
+            return  # unfinished in the journal, for who goes on with the task
         if (
             session is not None
             and not end.cancelled
@@ -318,6 +322,11 @@ class Scheduler:
         self.registry.end(end)
         if session is not None:
             self._list_ended(session_status(session, end.trajectory))
+
+    def _goes_on(self, end: SessionEnd) -> bool:
+        """Whether the session was ended by the stop of its node alone, and its task goes on without it."""
+        stopped = end.cancelled == "stopped" and end.trajectory.outcome.status == "cancelled"
+        return stopped and self.registry.stopping and self.registry.homes.outlives(end.identity.task_id)
 
     def _phase_changed(self, session: Session) -> None:
         if session.phase != "init":
@@ -385,7 +394,7 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
     """
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
     homes = scheduler.registry.homes
-    first = homes.first_attempt(session.identity.task_id)
+    made = session.identity.attempt - homes.first_attempt(session.identity.task_id)
     # read late, because siblings end meanwhile
     if lost.outcome.status == "interrupted" and scheduler.registry.groups.has_enough(
         session.identity.task_id
@@ -396,7 +405,7 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
     if (
         session.spec is not None
         and lost_to_the_machine(lost.outcome)
-        and retries_left(session.identity.attempt - first, session.spec.budgets)
+        and retries_left(made - _free(homes, session), session.spec.budgets)
         and not homes.moved(session.identity.task_id)
     ):
         try:
@@ -409,10 +418,17 @@ async def _recovered(journal: Journal, scheduler: Scheduler, session: Unfinished
                 ),
             )
         else:
-            scheduler.replace(lost, order)
+            # its budget's own retries are as many as before
+            fresh = session.identity.attempt + 1 if _free(homes, session) else order.first_attempt
+            scheduler.replace(lost, evolve(order, first_attempt=fresh))
             return True
     scheduler.recovered(lost, "" if session.spec is None else session.spec.adapter)
     return False
+
+
+def _free(homes: Homes, session: UnfinishedSession) -> int:
+    """The retries that a fleet's task has for ends of its node, beside those of its own budget."""
+    return NODE_ENDS if homes.outlives(session.identity.task_id) else 0
 
 
 def _trajectory(session: UnfinishedSession, allowed_imports: tuple[str, ...]) -> Trajectory:

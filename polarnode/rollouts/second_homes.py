@@ -112,6 +112,10 @@ class SecondHomes(Homes):
         task = self._tasks.get(task_id)
         return task is not None and task.role == "former"
 
+    def outlives(self, task_id: str) -> bool:
+        task = self._tasks.get(task_id)
+        return task is not None and task.role == "home" and task.second != ""
+
     @property
     def digest(self) -> str:
         """Changes when `rows` does."""
@@ -166,7 +170,7 @@ class SecondHomes(Homes):
         if copy.home != self.journal.id:
             raise Refused(f"$.copy.home must be this node's journal, {self.journal.id}", path="$.copy.home")
         before = self._tasks.get(copy.task_id)
-        if before is not None and (before.role == "home" or before.epoch >= copy.epoch):
+        if before is not None:
             raise Conflict(f"task {copy.task_id} is here with epoch {before.epoch}: look at {FLEET}")
         self._tasks[copy.task_id] = _Task("home", copy.epoch, copy.home, copy.second, synced=True)
         self._change()
@@ -197,9 +201,10 @@ class SecondHomes(Homes):
         self.journal.write(copies.drop_entry(task_id, epoch))
         self._change()
         row = await self.row_or_none(task_id)
-        task = self._tasks.get(task_id)
-        if task is not None and task.epoch <= epoch and not self._in_use(task_id):
-            del self._tasks[task_id]
+        # what is left is no copy: a plain task, or what a former home keeps
+        dropped = row is None or row.home == "" or row.epoch == Epoch(0, 0)
+        if dropped and not self._in_use(task_id):
+            self._tasks.pop(task_id, None)
         return row
 
     def _in_use(self, task_id: str) -> bool:
@@ -253,6 +258,7 @@ class SecondHomes(Homes):
 
     async def adopt(self, adoptions: Iterable[Adoption]) -> CopyRows:
         """Become home of tasks: hold the places that are committed here, begin sessions for the others."""
+        self._insist_on()
         async with self._ordering:
             begun: list[TaskCopy] = []
             for adoption in adoptions:
@@ -305,6 +311,7 @@ class SecondHomes(Homes):
 
     async def resume(self, order: ResumeOrder) -> CopyRows:
         """Go on with the tasks of an earlier run that are still this node's, and retire those that moved."""
+        self._insist_on()
         async with self._ordering:
             mine = {each for each in order.own if self.waits(each)}
             for moved in order.moved:
@@ -317,6 +324,10 @@ class SecondHomes(Homes):
             await recover(self.journal, self.scheduler, logger.warning, skips=lambda name: name not in mine)
         self._change()
         return await self.rows()
+
+    def _insist_on(self) -> None:
+        if self.scheduler.registry.stopping:
+            raise Refused("this node is stopping and begins no sessions: use another node")
 
     def _lose(self, moved: Moved) -> None:
         """A task of this home is another's: its sessions end, and what they have becomes attempts."""

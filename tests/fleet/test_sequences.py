@@ -380,3 +380,40 @@ async def test_a_drained_node_takes_no_task(tmp_path: Path) -> None:
         await fleet.submit("a", "b", task(), "t2")
         await until(ended(fleet["a"], "t2"))
         assert (await fleet["a"].call("GET", "/v1/fleet/runs/t2"))["finished"]
+
+
+async def test_a_home_that_is_stopped_leaves_its_places_open(tmp_path: Path) -> None:
+    """A stop of the node is no end of its tasks, as often as it happens."""
+    async with three(tmp_path) as fleet:
+        a, b = fleet["a"], fleet["b"]
+        await fleet.submit("a", "b", task(3600.0, places=2, budgets={"retries": 0}))
+        for stops in (True, False, False):
+            if stops:
+                await a.node.stop(cancel=True)
+                with pytest.raises(ClientError, match="stopping"):
+                    await fleet.adopt("a", "c")
+            await a.kill()
+            await back(fleet, "a")
+            await fleet.resume("a", own=["t1"])
+            assert await a.keys("trajectory", "group") == []
+            assert a.node.scheduler.statistics().live == 2
+        await a.kill()
+        await fleet.adopt("b", "c")
+        await b.call("DELETE", "/v1/tasks/t1")
+        await until(ended(b))
+        await fleet.check_group(2)
+        # what is not retired yet keeps its row, or a restart would run it again
+        await back(fleet, "a")
+        drop = "/v1/fleet/tasks/t1?term=1&epoch_term=1&epoch_number=9"
+        await a.call("DELETE", drop)
+        assert (await row_of(a)).waiting
+        await fleet.resume("a", moved={"t1": ("b", 1)})
+
+        async def retired() -> bool:
+            return (await row_of(a)).open_places == 0
+
+        await until(retired)
+        await a.call("DELETE", drop)
+        assert (await a.node.homes.rows()).tasks == ()
+        await fleet.check_group(2)
+        await is_sound(fleet, "a", "b", "c")
