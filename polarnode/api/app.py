@@ -256,7 +256,21 @@ def create_app(
     sessions_dir: Path | None = None,
     extensions: Iterable[Extension] = (),
 ) -> QuartTrio:
-    """Create the control plane's app. `sessions_dir` is where the node keeps artifacts.
+    """Create a node's control plane. `sessions_dir` is where the node keeps artifacts; the rest as for
+    `control_plane`.
+    """
+    routes = table(Routes(service=service, sessions_dir=sessions_dir))
+    return control_plane(routes, token=token, guard=guard, extensions=extensions)
+
+
+def control_plane(
+    routes: Iterable[RouteRow],
+    *,
+    token: str | None,
+    guard: BrowserGuard | None = None,
+    extensions: Iterable[Extension] = (),
+) -> QuartTrio:
+    """Create the app that serves `routes`, a node's or a fleet's, and the extensions'.
 
     With `token` None every request that `guard` lets pass is accepted: bind the app to a loopback address
     only. Without a `guard` loopback's names are served, and every name where there is a token.
@@ -276,7 +290,7 @@ def create_app(
         basic = frozenset(path for each in extensions if each.basic for _, path, _ in each.rows)
         _guard(app, f"Bearer {token}".encode(), headers, basic)
     _limit_streams(app)
-    rows = [*table(Routes(service=service, sessions_dir=sessions_dir))]
+    rows = [*routes]
     operations = dict(EVERY)
     for extension in extensions:
         rows += extension.rows

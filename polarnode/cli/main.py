@@ -10,6 +10,7 @@ from typing import Any, Literal
 import click
 
 from polarnode.cli import NODE
+from polarnode.cli.fleet import fleet
 from polarnode.cli.options import (
     as_exit,
     config_of,
@@ -541,3 +542,6 @@ def gym_agent(
     serve.serve_agent(
         template, url=url, token=token, host=host, port=port, allowed_hosts=allowed_hosts, lost=lost
     )
+
+
+main.add_command(fleet)

@@ -88,16 +88,16 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             console.print(
                 f"· submit tasks with: polarnode submit task.toml --url {url}; Ctrl-C stops", style="dim"
             )
-            await _requested(stop)
+            await requested(stop)
             await _end(node, console)
         nursery.cancel_scope.cancel()
 
 
-async def _requested(stop: StopRequest) -> None:
+async def requested(stop: StopRequest) -> None:
     """Wait for the first signal. A signal during the start has already cancelled this task."""
-    requested = trio.Event()
-    stop.act = requested.set
-    await requested.wait()
+    signalled = trio.Event()
+    stop.act = signalled.set
+    await signalled.wait()
 
 
 async def _end(node: Node, console: Console) -> None:

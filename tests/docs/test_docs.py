@@ -254,7 +254,7 @@ def test_the_events_are_documented_and_the_example_is_of_their_shape() -> None:
     assert {*get_args(EventKind), "gap", "error"} <= set(named(text))
     for kind, seq, data in re.findall(r"^event: (\w+)\nid: (\d+)\ndata: (.*)$", text, re.MULTILINE):
         value = json.loads(data.replace('"traces":[…],…', '"traces":[]'))
-        assert set(value) == {"seq", "key", kind}
+        assert set(value) == {"seq", "journal", "key", kind}
         assert value["seq"] == int(seq)
         assert value["key"].startswith(f"{kind}:")
     kept = Retention()

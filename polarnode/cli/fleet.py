@@ -1,0 +1,102 @@
+"""The commands of `polarnode fleet` and their options.
+
+Keep heavy imports inside the commands, as in `main`.
+"""
+
+import sys
+from typing import Any
+
+import click
+
+from polarnode.cli.options import node_address
+
+
+@click.group(invoke_without_command=True, short_help="Serve many nodes as one.")
+@click.option(
+    "--nodes",
+    multiple=True,
+    metavar="URL,URL|@FILE|dns:NAME:PORT",
+    help="The nodes: addresses, a file with one a line, or a DNS name; asked again every 5 s. Repeatable.",
+)
+@click.option(
+    "--local",
+    type=click.IntRange(0, 64),
+    default=0,
+    metavar="N",
+    help="Start N nodes on this machine, to try a fleet; --engine, --cpu, --model and --config are theirs.",
+)
+@click.option("--engine", help="Engine of the local nodes: sglang, simulated, or the addresses of servers.")
+@click.option("--cpu", is_flag=True, help="Let the local nodes run the model on the CPU.")
+@click.option("--model", help="Checkpoint folder of the local nodes.")
+@click.option("--config", "file", help="TOML file with settings of the local nodes.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; others need TLS.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: a free one.")
+@click.option("--tls-cert", help="PEM file of the front's certificate with its chain.")
+@click.option("--tls-key", help="PEM file of its key.")
+@click.option(
+    "--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Host name that is served too."
+)
+@click.option("--state-dir", default=".polarnode-fleet", show_default=True, help="Folder for the log.")
+@click.option("--token", envvar="POLARNODE_TOKEN", show_envvar=True, help="Bearer token of trainers.")
+@click.option(
+    "--node-token",
+    envvar="POLARNODE_NODE_TOKEN",
+    show_envvar=True,
+    help="Bearer token of the nodes. [default: that of trainers]",
+)
+@click.pass_context
+def fleet(
+    ctx: click.Context,
+    /,
+    nodes: tuple[str, ...],
+    local: int,
+    engine: str | None,
+    cpu: bool,
+    model: str | None,
+    file: str | None,
+    **params: Any,
+) -> None:
+    """Serve many nodes as one: a trainer has one address, one stream, one position.
+
+    \b
+    polarnode fleet --local 3 --engine simulated
+    polarnode fleet --nodes http://10.0.0.5:8080,http://10.0.0.6:8080
+    polarnode fleet --nodes @nodes.txt --host 0.0.0.0 --tls-cert front.pem --tls-key front.key
+    polarnode fleet status
+    polarnode fleet drain node-2
+
+    Nodes are started by whatever starts programs where you are: SLURM, Kubernetes, systemd (docs/fleet.md).
+    The front keeps nothing: it may be restarted, also on another machine.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from polarnode.cli import fleet_run
+    from polarnode.fleet.config import FleetConfig
+
+    given = {"--engine": engine, "--cpu": cpu, "--model": model, "--config": file}
+    options = [part for name, value in given.items() if value for part in (name, value) if part is not True]
+    urls = tuple(url.strip() for each in nodes for url in each.split(",") if url.strip())
+    sys.exit(fleet_run.serve(FleetConfig(nodes=urls, **params), local=local, options=tuple(options)))
+
+
+@fleet.command(short_help="Show the nodes of a fleet.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@node_address
+def status(as_json: bool, url: str, token: str | None) -> None:
+    """Show the nodes of a fleet: state, sessions, weights, copies, results that wait for a second home."""
+    from polarnode.cli import fleet_run
+
+    fleet_run.status(url, token, as_json=as_json)
+
+
+@fleet.command(short_help="Let a node take no new tasks.")
+@click.argument("node")
+@click.option("--back", is_flag=True, help="Let it take tasks again.")
+@node_address
+def drain(node: str, back: bool, url: str, token: str | None) -> None:
+    """Let NODE (its name or address) take no new tasks. Its sessions end and are read to the last event; then
+    `polarnode fleet status` shows it as left, and it can be stopped.
+    """
+    from polarnode.cli import fleet_run
+
+    fleet_run.drain(node, url, token, back=back)

@@ -1,0 +1,127 @@
+"""`polarnode fleet`: the front of many nodes, its table, and draining.
+
+Invariant: what a user sees here is what GET /v1/status of the front says; nothing is decided here.
+"""
+
+import logging
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import trio
+from attrs import evolve
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from polarnode.cli.output import open_console
+from polarnode.cli.serve import StopRequest, requested, stop_on_signals
+from polarnode.core.codec.json import dump_json
+from polarnode.core.errors import ConfigError, boundary
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.link import Link
+from polarnode.fleet.members import MemberState
+from polarnode.fleet.serving import local_nodes, serve_front
+from polarnode.http.server import Address, listening_socket
+from polarnode.support.bounded import open_node_log, private_folder
+
+COLOURS: dict[MemberState, str] = {"up": "green", "gone": "red", "suspect": "yellow", "stale": "yellow"}
+
+
+def serve(config: FleetConfig, *, local: int, options: tuple[str, ...]) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code. `local` nodes of this machine are started with
+    `options`.
+    """
+    if not local:
+        config.check()
+    listening_socket(Address(host=config.host, port=config.port)).close()
+    state = Path(config.state_dir)
+    with boundary(ConfigError, f"--state-dir {state} cannot be written"):
+        private_folder(state)
+        open_node_log(state)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
+    trio.run(_serve, config, local, options, open_console())
+    return 0
+
+
+async def _serve(config: FleetConfig, local: int, options: tuple[str, ...], console: Console) -> None:
+    async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+        stop = StopRequest(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        if local:
+            folder = Path(config.state_dir) / "nodes"
+            nodes = await stack.enter_async_context(local_nodes(local, folder, options, os.environ))
+            console.print(f"· {local} nodes start on this machine: {', '.join(nodes)}", style="dim")
+            config = evolve(config, nodes=(*config.nodes, *nodes)).check()
+        _, address = await stack.enter_async_context(serve_front(config))
+        scheme = "http" if config.tls_cert is None else "https"
+        url = f"{scheme}://{address.host}:{address.port}"
+        console.print(f"fleet on {url} · {len(config.nodes)} nodes or lists of nodes")
+        console.print(f"· polarnode fleet status --url {url} shows them; Ctrl-C stops the front", style="dim")
+        await requested(stop)
+        nursery.cancel_scope.cancel()
+
+
+def status(url: str, token: str | None, *, as_json: bool) -> None:
+    """Print the nodes of a fleet."""
+    found = trio.run(_asked, url, token, "GET", "/v1/status", None)
+    if as_json:
+        print(dump_json(found).decode())
+        return
+    if "nodes" not in found:
+        raise ConfigError(f"{url} is a node, not a fleet: give the address of its front")
+    console = open_console()
+    console.print(_headline(found))
+    console.print(_table(found["nodes"]))
+
+
+def _headline(found: dict[str, Any]) -> str:
+    front, scheduler = found["front"], found["scheduler"]
+    office = f"in office, term {front['term']}" if front["in_office"] else "not in office"
+    versions = ", ".join(found["weights"]["versions"]) or "none"
+    return (
+        f"front {front['id']} {office} · {scheduler['live']} sessions on {scheduler['slots']} slots ·"
+        f" queue {scheduler['queue_seconds']:g} s · weights {versions}"
+    )
+
+
+def _table(nodes: list[dict[str, Any]]) -> Group:
+    """The nodes, and below them why some do not answer."""
+    problems: list[Text] = []
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("node", "state", "for", "sessions", "slots", "s/session", "weights", "copies", "held"):
+        table.add_column(name, justify="left" if name in ("node", "state", "weights") else "right")
+    for node in nodes:
+        report = node["report"]
+        load = report.get("load", {})
+        colour = COLOURS.get(node["state"], "default")
+        table.add_row(
+            Text.assemble(node["name"], " ", (node["url"], "dim")),
+            Text(node["state"], style=colour),
+            f"{node['seconds']:.0f} s",
+            str(load.get("live", "–")),
+            str(load.get("slots", "–")),
+            f"{load.get('session_s', 0):.0f}",
+            report.get("version") or "–",
+            str(node["copies"]),
+            str(report.get("held", "–")),
+        )
+        if node["problem"] and node["state"] != "up":
+            problems.append(Text(f"{node['name']}: {node['problem']}", style="dim"))
+    return Group(table, *problems)
+
+
+def drain(node: str, url: str, token: str | None, *, back: bool) -> None:
+    """Let a node take no new tasks, or take some again."""
+    body = {"node": node, "draining": not back}
+    found = trio.run(_asked, url, token, "POST", "/v1/fleet/drain", body)
+    open_console().print(f"{found['name']} {'takes tasks again' if back else 'takes no new tasks'}")
+
+
+async def _asked(url: str, token: str | None, method: str, path: str, value: object) -> Any:
+    link = Link(url=url, token=token)
+    try:
+        return await link.call(method, path, value=value)
+    finally:
+        await link.close()  # noqa: ASYNC102 - bounded and shielded there

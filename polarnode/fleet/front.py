@@ -1,0 +1,517 @@
+"""The front of a fleet: it holds a term, follows every node's reports, places tasks, and has those of a dead
+node adopted.
+
+It keeps nothing on disk but its vote. Invariants: it decides only in office, that is while a majority of the
+roster has its term, and after every node has answered or is gone; a task is in two journals before it is
+answered; a decision that was made from old news does no harm, because nodes compare epochs.
+"""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+import trio
+from attrs import define, evolve, field, frozen
+
+from polarnode.client.scripts import Block, Decoder
+from polarnode.client.values import ClientError, Unreachable
+from polarnode.core.backoff import Backoff
+from polarnode.core.codec.json import dump_json, plain, read_json, structure
+from polarnode.core.codec.tasks import task_json
+from polarnode.core.errors import Busy, PolarnodeError, Refused
+from polarnode.core.fleet import (
+    AdoptOrder,
+    CopyOrder,
+    CopyRow,
+    CopyRows,
+    Epoch,
+    NodeReport,
+    ResumeOrder,
+    TaskCopy,
+    TermOrder,
+)
+from polarnode.core.status import Submitted
+from polarnode.core.task import TaskSpec
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.link import Link, NobodyListens
+from polarnode.fleet.members import GONE_S, Member, MemberState, Roster
+from polarnode.fleet.ownership import Plan, Seen, majority, owner_of, plans
+from polarnode.fleet.placement import BUSY_S, home_of, second_of
+from polarnode.support.bounded import remember
+
+logger = logging.getLogger(__name__)
+
+PAUSES: Final = Backoff(
+    first_s=0.2, longest_s=2.0
+)  # between tries to reach a node: it may be back any moment
+LOOK_S: Final = 0.5  # between looks at who is silent: a part of SUSPECT_S
+CAMPAIGN_S: Final = 1.0  # between tries to get a term: the front before holds its own while it lives
+STARTING_S: Final = 3.0  # before a task is worth sending again to a front that is not in office
+DECIDE_S: Final = 1.0  # between rounds of decisions when nothing changed: what failed is tried again
+REMEMBERED: Final = 100_000  # sessions whose node is known without asking: 20 MB
+# for a task whose home has died to get another: a question about it is not worth an error before
+CHANGING_S: Final = 5.0
+NEWS: Final = (Unreachable, ClientError)
+
+
+@frozen(kw_only=True)
+class _Vote:
+    """The file of the front's own vote."""
+
+    term: int
+
+
+@define(eq=False, kw_only=True)
+class Front:
+    """A front that runs. Created by `open_front`."""
+
+    config: FleetConfig
+    nursery: trio.Nursery
+    roster: Roster = field(factory=Roster)
+    id: str = field(factory=lambda: secrets.token_hex(8))
+    term: int = 0
+    in_office: bool = False
+    lost: dict[str, int] = field(factory=dict)  # places of dead nodes that were run again, by node
+    joined: list[Callable[[Member], Awaitable[bool]]] = field(factory=list)  # asked before a node is up
+    nodes_of_sessions: dict[str, str] = field(factory=dict)  # journals, by session
+    changed: trio.Event = field(factory=trio.Event)  # set and replaced when a member changes
+    _attended: dict[str, trio.CancelScope] = field(factory=dict)
+    _submitting: dict[str, trio.Lock] = field(factory=dict)
+    _placing: set[str] = field(factory=set)
+    _news: trio.Event = field(factory=trio.Event)  # decisions are due
+
+    # ── the roster ────────────────────────────────────────────────────────────
+
+    def listed(self, urls: Mapping[str, str]) -> None:
+        """The launcher's list of nodes now: addresses, each with its pinned certificate or ""."""
+        members = self.roster.members
+        for url, certificate in urls.items():
+            if url not in members:
+                token = self.config.node_token or self.config.token
+                link = Link(url=url, token=token, certificate=certificate)
+                members[url] = Member(link=link, last_byte=trio.current_time())
+                self._attended[url] = trio.CancelScope()
+                self.nursery.start_soon(self._attend, members[url], self._attended[url])
+        for url in members.keys() - urls.keys():
+            if members[url].state in ("gone", "left") or self._left(members[url]):
+                self._attended.pop(url).cancel()
+                del members[url]
+                self._note()
+
+    def _left(self, member: Member) -> bool:
+        """Whether nothing of a node that drains is needed any more."""
+        report = member.report
+        if report is None or not report.draining or report.load.live or member.rows:
+            return False
+        return not report.status.get("unacknowledged") and member.become("left", trio.current_time())
+
+    async def _attend(self, member: Member, scope: trio.CancelScope) -> None:
+        failures = 0
+        try:
+            with scope:
+                while True:
+                    failures = await self._tried(member, failures)
+                    await trio.sleep(PAUSES.delay(failures))
+        finally:
+            await member.link.close()  # noqa: ASYNC102 - bounded and shielded there
+
+    async def _tried(self, member: Member, failures: int) -> int:
+        """Follow a node until that fails. Gives how often it has failed in sequence, 0 if it answered."""
+        began = member.last_byte
+        try:
+            await self._follow(member)
+        except NobodyListens as error:
+            member.problem = str(error)
+            if failures:  # twice: a listener that was full for a moment is no death
+                self._become(member, "gone")
+        except NEWS as error:
+            member.problem = str(error)
+        except Refused as error:
+            member.problem = f"{member.link.url} is no node of this release: {error}"
+        return failures + 1 if member.last_byte == began else 1
+
+    async def _follow(self, member: Member) -> None:
+        """Follow a node's reports until its feed breaks."""
+        report = structure(await member.link.call("GET", "/v1/fleet"), NodeReport)
+        other = self.roster.of_journal(report.journal)
+        if other is not None and other is not member and other.state != "gone":
+            raise Refused(f"it is {other.link.url} by another address: name it once")
+        member.reported(report, trio.current_time())
+        member.rows, member.granted = None, 0
+        self._become(member, "joining")
+        await self._give_term(member)
+        path = f"/v1/fleet/feed?{urlencode({'front': self.id})}"
+        async with member.link.stream(path, silence_s=GONE_S) as pieces:
+            decoder = Decoder()
+            async for piece in pieces:
+                member.last_byte = trio.current_time()
+                for each in decoder.feed(piece):
+                    if isinstance(each, Block):
+                        await self._reported(member, structure(read_json(each.data), NodeReport))
+
+    async def _reported(self, member: Member, report: NodeReport) -> None:
+        before = member.report
+        member.reported(report, trio.current_time())
+        if member.rows is None or before is None or before.tasks_digest != report.tasks_digest:
+            found = structure(await member.link.call("GET", "/v1/fleet/tasks"), CopyRows)
+            member.rows = {row.task_id: row for row in found.tasks}
+            self._note()
+        if self.in_office and member.granted != self.term:
+            await self._give_term(member)
+        if member.state == "suspect":
+            self._become(member, member.look(trio.current_time()))
+        self._left(member)
+
+    def _become(self, member: Member, state: MemberState) -> None:
+        before = member.state
+        if member.become(state, trio.current_time()):
+            why = f" ({member.problem})" if state in ("gone", "suspect") and member.problem else ""
+            log = logger.warning if state in ("gone", "suspect", "stale") else logger.info
+            log("node %s is %s, was %s%s", member.name, state, before, why)
+            self._note()
+
+    def _note(self) -> None:
+        self._news.set()
+        changed, self.changed = self.changed, trio.Event()
+        changed.set()
+
+    async def watch(self) -> None:
+        """Look at who is silent, until cancelled."""
+        while True:
+            now = trio.current_time()
+            for member in self.roster.members.values():
+                if member.state != "joining" or now - member.last_byte >= GONE_S:
+                    self._become(member, member.look(now))
+            await trio.sleep(LOOK_S)
+
+    # ── the term ──────────────────────────────────────────────────────────────
+
+    async def campaign(self) -> None:
+        """Get a term, and get another when this one is superseded, until cancelled."""
+        while True:
+            if not self.in_office and self.roster.members:
+                await self._stand()
+            await trio.sleep(CAMPAIGN_S if not self.in_office else LOOK_S)
+
+    async def _stand(self) -> None:
+        reached = [each for each in self.roster.members.values() if each.report and each.state != "gone"]
+        terms = [each.report.term for each in reached if each.report is not None]
+        self.term = max([self.term, await self._vote(None), *terms]) + 1
+        await self._vote(self.term)
+        async with trio.open_nursery() as nursery:
+            for member in reached:
+                nursery.start_soon(self._give_term, member)
+        granted = sum(each.granted == self.term for each in self.roster.members.values())
+        if majority(granted, len(self.roster.members), own_vote=True):
+            self.in_office = True
+            logger.info("in office, term %s, by %s of %s nodes", self.term, granted, len(self.roster.members))
+            self._note()
+
+    async def _give_term(self, member: Member) -> None:
+        if not self.term:
+            return
+        order = TermOrder(term=self.term, front=self.id, peers=self.roster.peers())
+        try:
+            found = await member.link.call("POST", "/v1/fleet/term", value=order)
+        except ClientError as error:
+            if error.status != 409:
+                raise
+            if self.in_office:
+                logger.warning("another front is in office: %s", error)
+            self.in_office = False
+            return
+        except Unreachable:
+            return
+        member.granted = structure(found, NodeReport).term
+
+    async def announce(self) -> None:
+        """Name all nodes to all of them."""
+        async with trio.open_nursery() as nursery:
+            for member in self.roster.members.values():
+                if member.answers:
+                    nursery.start_soon(self._give_term, member)
+
+    async def _vote(self, term: int | None) -> int:
+        """The front's own vote: the highest term that it stood for. Its file counts below three nodes."""
+        path = Path(self.config.state_dir) / "front.json"
+
+        def write() -> int:
+            known = structure(read_json(path.read_bytes()), _Vote).term if path.exists() else 0
+            if term is not None and term > known:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part = path.with_suffix(".part")
+                with part.open("wb") as file:
+                    file.write(dump_json(plain(_Vote(term=term))))
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.rename(path)
+            return max(known, term or 0)
+
+        return await trio.to_thread.run_sync(write)
+
+    # ── decisions ─────────────────────────────────────────────────────────────
+
+    async def decide(self) -> None:
+        """Have orphaned tasks adopted, lost second homes replaced, nodes that came back resume, until
+        cancelled.
+        """
+        peers: object = None
+        while True:
+            with trio.move_on_after(DECIDE_S):
+                await self._news.wait()
+            self._news = trio.Event()
+            if not self.in_office:
+                continue
+            if peers != self.roster.peers():
+                peers = self.roster.peers()
+                await self.announce()
+            async with trio.open_nursery() as nursery:
+                if self.roster.settled:
+                    for journal, plan in plans(self._seen()).items():
+                        member = self.roster.of_journal(journal)
+                        if member is not None:
+                            nursery.start_soon(self._carry_out, member, plan)
+                for member in self.roster.in_state("joining"):
+                    if member.answers and member.granted == self.term:
+                        nursery.start_soon(self._let_in, member)
+
+    def _seen(self) -> Seen:
+        members = self.roster.members.values()
+        return Seen(
+            rows={
+                each.journal: each.rows.values() for each in members if each.rows is not None and each.answers
+            },
+            gone=self.roster.gone,
+            leaving={each.journal for each in members if each.state == "draining"},
+            choose=self._second,
+            term=self.term,
+            busy=self._placing,
+        )
+
+    def _second(self, task_id: str, home: str) -> str:
+        able = [each.journal for each in self.roster.in_state("up", "stale", "joining") if each.answers]
+        return second_of(task_id, home, able)
+
+    async def _carry_out(self, member: Member, plan: Plan) -> None:
+        """Ask a node for what was decided. What fails is decided again."""
+        link, term, rows = member.link, self.term, list[CopyRow]()
+        with suppress(*NEWS):
+            if plan.own or plan.moved:
+                resume = ResumeOrder(term=term, own=tuple(plan.own), moved=tuple(plan.moved))
+                rows += await _rows(link, "/v1/fleet/resume", resume)
+            if plan.adopt:
+                logger.warning("node %s adopts %s tasks of dead nodes", member.name, len(plan.adopt))
+                rows += await _rows(link, "/v1/fleet/adopt", AdoptOrder(term=term, tasks=tuple(plan.adopt)))
+            if plan.seconds:
+                order = AdoptOrder(term=term, tasks=tuple(plan.seconds))
+                rows += await _rows(link, "/v1/fleet/seconds", order)
+            for drop in plan.drop:
+                epoch = drop.epoch
+                at = {"term": term, "epoch_term": epoch.term, "epoch_number": epoch.number}
+                await link.call("DELETE", f"/v1/fleet/tasks/{quote(drop.task_id, safe='')}?{urlencode(at)}")
+                if member.rows is not None:
+                    member.rows.pop(drop.task_id, None)
+        if member.rows is not None:
+            member.rows |= {row.task_id: row for row in rows}
+
+    async def _let_in(self, member: Member) -> None:
+        """A node that answered and has nothing to settle takes tasks, once it serves what it has to."""
+        if any(row.waiting for row in (member.rows or {}).values()):
+            return
+        for each in self.joined:
+            if not await each(member):
+                return
+        if member.state == "joining":
+            member.become("up", trio.current_time())
+            self._become(member, member.look(trio.current_time()))
+            logger.info("node %s (%s) takes tasks", member.name, member.link.url)
+            self._note()
+
+    # ── tasks ─────────────────────────────────────────────────────────────────
+
+    async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
+        """Place a task, or repeat the answer to an identical earlier one. Raises Refused, Conflict, Busy,
+        and ClientError as the node refused.
+        """
+        self._insist_office()
+        name = idempotency_key or spec.task_id or secrets.token_hex(8)
+        lock = self._submitting.setdefault(name, trio.Lock())
+        try:
+            async with lock:  # two submissions of one key at once must be one task
+                submitted = await self._submitted(spec, idempotency_key)
+        finally:
+            if not lock.statistics().tasks_waiting:
+                self._submitting.pop(name, None)
+        return submitted
+
+    async def _submitted(self, spec: TaskSpec, key: str | None) -> Submitted:
+        owner = await self.find(spec.task_id, key) if spec.task_id or key else None
+        if owner is not None:
+            return await self._hand_over(owner, spec, key)
+        if len(self.roster.members) == 1:
+            (alone,) = self.roster.members.values()
+            return await self._hand_over(alone, spec, key)
+        home = home_of(spec, self.roster.candidates())
+        member = None if home is None else self.roster.of_journal(home)
+        if home is None or member is None:
+            raise Busy(f"no node takes the task now: {self._why_full()}", retry_after=BUSY_S)
+        task_id = spec.task_id or f"task-{secrets.token_hex(8)}"
+        copy = TaskCopy(
+            task_id=task_id,
+            epoch=Epoch(self.term, 0),
+            home=home,
+            second=self._second(task_id, home),
+            spec=evolve(spec, task_id=task_id),
+            idempotency_key=key,
+            submitted=time.time(),
+        )
+        self._placing.add(task_id)
+        member.placed += spec.num_samples
+        try:
+            return await self._placed(copy, member)
+        finally:
+            self._placing.discard(task_id)
+
+    async def _hand_over(self, member: Member, spec: TaskSpec, key: str | None) -> Submitted:
+        """The submission of a task that a node has, or of a fleet of one node, is answered by the node."""
+        headers = {} if key is None else {"Idempotency-Key": key}
+        answer = await member.link.call("POST", "/v1/tasks", value=task_json(spec), headers=headers)
+        return self._known(structure(answer, Submitted), member)
+
+    async def _placed(self, copy: TaskCopy, member: Member) -> Submitted:
+        """The copy first: a home that has begun a task has a second home for it."""
+        second = self.roster.of_journal(copy.second)
+        order = CopyOrder(term=self.term, role="home", copy=copy)
+        try:
+            if second is not None:
+                keep = evolve(order, role="second")
+                await second.link.call("POST", "/v1/fleet/tasks", value=_order_json(keep))
+            answer = await member.link.call("POST", "/v1/fleet/tasks", value=_order_json(order))
+        except Unreachable as error:
+            raise Busy(f"a node went away while it took the task: {error}", retry_after=1.0) from error
+        except ClientError as error:
+            if error.type == "superseded":
+                self.in_office = False
+                raise Busy("another front is in office: send the task to it", retry_after=BUSY_S) from error
+            if second is not None:
+                at = {"term": self.term, "epoch_term": copy.epoch.term, "epoch_number": copy.epoch.number}
+                path = f"/v1/fleet/tasks/{quote(copy.task_id, safe='')}?{urlencode(at)}"
+                with suppress(*NEWS):  # else it is dropped as one that never began
+                    await second.link.call("DELETE", path)  # noqa: ASYNC120 - a cancelled request needs no answer
+            raise
+        return self._known(structure(answer, Submitted), member)
+
+    def _known(self, submitted: Submitted, member: Member) -> Submitted:
+        for session_id in submitted.session_ids:
+            remember(self.nodes_of_sessions, session_id, member.journal, most=REMEMBERED)
+        return submitted
+
+    def _insist_office(self) -> None:
+        if not self.in_office or not self.roster.settled:
+            silent = [each.name for each in self.roster.members.values() if not each.answers]
+            raise Busy(
+                "the front is starting: it waits for the answers of "
+                + (", ".join(silent[:5]) or "its nodes"),
+                retry_after=STARTING_S,
+            )
+
+    def _why_full(self) -> str:
+        up = self.roster.in_state("up")
+        reasons = [each.report.load.busy for each in up if each.report is not None and each.report.load.busy]
+        return reasons[0] if reasons else f"{len(up)} of {len(self.roster.members)} nodes are up, and full"
+
+    async def find(self, task_id: str | None, key: str | None = None) -> Member | None:
+        """The node that owns a task, by its id or key. Busy while its owner is being changed, or a node that
+        may have it does not answer.
+        """
+        until = trio.current_time() + CHANGING_S
+        while True:
+            found = await self._rows_of(task_id, key)
+            owner = owner_of(found)
+            if owner is not None:
+                return self.roster.of_journal(owner)
+            if not found:
+                return None
+            if trio.current_time() >= until:
+                raise Busy("the task changes hands: its node is gone, and another takes it", retry_after=2.0)
+            await trio.sleep(LOOK_S)
+
+    async def _rows_of(self, task_id: str | None, key: str | None) -> dict[str, CopyRow]:
+        """The rows of one task, by journal."""
+        found: dict[str, CopyRow] = {}
+        for name, value in (("task_id", task_id), ("key", key)):
+            if found or not value:
+                continue
+            path = f"/v1/fleet/tasks?{urlencode({name: value})}"
+            answers = await self.ask_all("GET", path)
+            for member, answer in answers:
+                rows = structure(answer, CopyRows).tasks if not isinstance(answer, PolarnodeError) else ()
+                found.update((member.journal, row) for row in rows)
+        return found
+
+    async def ask_all(self, method: str, path: str, **more: Any) -> list[tuple[Member, Any]]:
+        """Ask every node that answers. Gives each one's JSON, or the error."""
+        found: list[tuple[Member, Any]] = []
+
+        async def ask(member: Member) -> None:
+            try:
+                found.append((member, await member.link.call(method, path, **more)))
+            except NEWS as error:
+                found.append((member, error))
+
+        async with trio.open_nursery() as nursery:
+            for member in self.roster.members.values():
+                if member.answers:
+                    nursery.start_soon(ask, member)
+        return sorted(found, key=lambda each: each[0].link.url)
+
+    async def cancel(self, task_id: str) -> bool | None:
+        """Cancel a task in both its journals, before the answer. None for an unknown one."""
+        owner = await self.find(task_id)
+        if owner is None:
+            return None
+        path = f"/v1/fleet/cancel/{quote(task_id, safe='')}"
+        for member, answer in await self.ask_all("GET", f"/v1/fleet/tasks?{urlencode({'task_id': task_id})}"):
+            rows = () if isinstance(answer, PolarnodeError) else structure(answer, CopyRows).tasks
+            if any(row.role == "second" for row in rows):
+                await member.link.call("POST", path)
+        answer = await owner.link.call("DELETE", f"/v1/tasks/{quote(task_id, safe='')}")
+        return bool(answer["cancelled"])
+
+    async def drain(self, node: str, draining: bool) -> Member:
+        """Let a node take no new tasks, by its name or address."""
+        for member in self.roster.members.values():
+            if node in (member.name, member.link.url):
+                await member.link.call("POST", "/v1/fleet/drain", value={"draining": draining})
+                return member
+        raise Refused(f"there is no node {node!r}: look at GET /v1/fleet/nodes", path="$.node")
+
+
+def _order_json(order: CopyOrder) -> Any:
+    value: Any = plain(order)
+    value["copy"]["spec"] = task_json(order.copy.spec)
+    return value
+
+
+async def _rows(link: Link, path: str, order: object) -> tuple[CopyRow, ...]:
+    return structure(await link.call("POST", path, value=order), CopyRows).tasks
+
+
+@asynccontextmanager
+async def open_front(
+    config: FleetConfig, launch: Callable[["Front"], Awaitable[None]]
+) -> AsyncIterator[Front]:
+    """A front that runs. `launch` keeps its list of nodes, until cancelled."""
+    async with trio.open_nursery() as nursery:
+        front = Front(config=config, nursery=nursery)
+        for run in (front.watch, front.campaign, front.decide, partial(launch, front)):
+            nursery.start_soon(run)
+        yield front
+        nursery.cancel_scope.cancel()

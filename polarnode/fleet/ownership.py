@@ -1,0 +1,134 @@
+"""Who owns a task, and what follows: pure decisions from what the nodes' journals say.
+
+The owner is the `home` row with the highest epoch. A command raises the epoch, so that whoever held the task
+before is refused at the second home; a front that decides from old rows does no harm, because the nodes
+compare epochs. Nothing is decided about a task that is being submitted.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+
+from attrs import define, field, frozen
+
+from polarnode.core.fleet import Adoption, CopyRow, Epoch, Moved
+
+
+@frozen(kw_only=True)
+class Drop:
+    """A copy that nobody needs."""
+
+    task_id: str
+    epoch: Epoch
+
+
+@define(kw_only=True)
+class Plan:
+    """What the front asks of one node."""
+
+    adopt: list[Adoption] = field(factory=list)
+    seconds: list[Adoption] = field(factory=list)
+    own: list[str] = field(factory=list)
+    moved: list[Moved] = field(factory=list)
+    drop: list[Drop] = field(factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.adopt or self.seconds or self.own or self.moved or self.drop)
+
+
+@frozen(kw_only=True)
+class Seen:
+    """What a front knows when it decides. `rows`: by journal, of every node that answers. `gone`: journals
+    that do not, or left the roster; of others nothing is known yet, and they are waited for. `choose`: a
+    second home for a task and its home. `busy`: tasks that are being submitted.
+    """
+
+    rows: Mapping[str, Collection[CopyRow]]
+    gone: Callable[[str], bool]
+    choose: Callable[[str, str], str]
+    term: int
+    busy: Collection[str] = ()
+    leaving: Collection[str] = ()  # journals that keep no more copies
+
+
+def plans(seen: Seen) -> dict[str, Plan]:
+    """What to ask of each node, by journal."""
+    found: dict[str, Plan] = {journal: Plan() for journal in seen.rows}
+    tasks: dict[str, dict[str, CopyRow]] = {}
+    for journal, rows in seen.rows.items():
+        for row in rows:
+            tasks.setdefault(row.task_id, {})[journal] = row
+    for task_id, by_journal in tasks.items():
+        if task_id not in seen.busy:
+            _decide(seen, by_journal, found)
+    return {journal: plan for journal, plan in found.items() if plan}
+
+
+def owner_of(by_journal: Mapping[str, CopyRow]) -> str | None:
+    """The journal that owns a task, among those that answer."""
+    homes = [journal for journal, row in by_journal.items() if row.role == "home"]
+    return max(homes, key=lambda journal: by_journal[journal].epoch, default=None)
+
+
+def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan]) -> None:
+    owner = owner_of(by_journal)
+    heir = _heir(seen, by_journal, owner)
+    if heir is not None:
+        row = by_journal[heir]
+        found[heir].adopt.append(_next(seen, row, seen.choose(row.task_id, heir)))
+        return
+    if owner is None:
+        _drop_unbegun(seen, by_journal, found)
+        return
+    mine = by_journal[owner]
+    second = by_journal.get(mine.second)
+    if mine.waiting:
+        found[owner].own.append(mine.task_id)
+    elif (
+        seen.gone(mine.second)
+        or mine.second in seen.leaving
+        or (
+            mine.second in seen.rows
+            and (second is None or second.role != "second" or second.epoch > mine.epoch)
+        )
+    ):
+        chosen = seen.choose(mine.task_id, owner)
+        if chosen and chosen != mine.second:
+            found[owner].seconds.append(_next(seen, mine, chosen))
+    for journal, row in by_journal.items():
+        if journal == owner or row.epoch > mine.epoch:
+            continue
+        if row.role == "home":
+            found[journal].moved.append(Moved(task_id=row.task_id, epoch=mine.epoch, home=owner))
+        elif (row.role == "second" and journal != mine.second) or (row.role == "former" and mine.finished):
+            found[journal].drop.append(Drop(task_id=row.task_id, epoch=row.epoch))
+
+
+def _heir(seen: Seen, by_journal: Mapping[str, CopyRow], owner: str | None) -> str | None:
+    """The second home that has to adopt the task: its home is gone, and nobody has a later epoch."""
+    seconds = [journal for journal, row in by_journal.items() if row.role == "second"]
+    heir = max(seconds, key=lambda journal: by_journal[journal].epoch, default=None)
+    if heir is None or not seen.gone(by_journal[heir].home):
+        return None
+    if owner is not None and by_journal[owner].epoch >= by_journal[heir].epoch:
+        return None
+    return heir
+
+
+def _drop_unbegun(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan]) -> None:
+    """A copy whose home answers and never began the task: its submission was not answered either."""
+    for journal, row in by_journal.items():
+        if row.role == "second" and row.home in seen.rows and row.home not in by_journal:
+            found[journal].drop.append(Drop(task_id=row.task_id, epoch=row.epoch))
+
+
+def _next(seen: Seen, row: CopyRow, second: str) -> Adoption:
+    epoch = Epoch(max(seen.term, row.epoch.term), row.epoch.number + 1)
+    return Adoption(task_id=row.task_id, epoch=epoch, second=second)
+
+
+def majority(granted: int, rostered: int, own_vote: bool) -> bool:
+    """Whether so many grants of so many nodes are a term. Below three nodes the front's own file votes too:
+    otherwise the death of one of two nodes would leave nobody to act.
+    """
+    small = rostered < 3
+    votes, all_votes = granted + (small and own_vote), rostered + small
+    return votes * 2 > all_votes

@@ -1,0 +1,92 @@
+"""`polarnode fleet`: its refusals, its table, and draining, against a front that runs."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import trio
+from click.testing import CliRunner
+from fleet_kit import hollow_nodes
+from quart_trio import QuartTrio
+
+from polarnode.api.app import Extension, control_plane
+from polarnode.cli import fleet, fleet_run, main
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.front import open_front
+from polarnode.fleet.routes import FrontRoutes, exposition, fleet_status
+from polarnode.fleet.serving import ask_again, listed
+from polarnode.fleet.streams import StreamRoutes
+from polarnode.http.server import Address, open_server
+
+
+def test_what_cannot_work_is_one_sentence() -> None:
+    for arguments, words in (
+        ([], "name the nodes"),
+        (["--nodes", "10.0.0.5"], "give addresses such as"),
+        (["--nodes", "http://a:1", "--host", "0.0.0.0"], "set POLARNODE_TOKEN"),
+    ):
+        found = CliRunner().invoke(main, ["fleet", *arguments], env={"POLARNODE_TOKEN": ""})
+        assert found.exit_code == 1, found.output
+        assert words in found.output
+    assert "polarnode fleet drain" in CliRunner().invoke(main, ["fleet", "--help"]).output
+    assert set(fleet.fleet.commands) == {"status", "drain"}
+
+
+async def test_the_list_of_nodes_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "nodes"
+    file.write_text("# ours\nhttp://10.0.0.1:8080/\nhttps://10.0.0.2:8443#ab12\n\n")
+    config = FleetConfig(nodes=(f"@{file}", "http://10.0.0.3:1", "dns:localhost:9"))
+
+    async def resolved(name: str, port: int, **_: object) -> list[object]:
+        await trio.lowlevel.checkpoint()
+        assert (name, port) == ("localhost", 9)
+        return [(0, 0, 0, "", ("::1", 9, 0, 0)), (0, 0, 0, "", ("127.0.0.1", 9))]
+
+    monkeypatch.setattr(trio.socket, "getaddrinfo", resolved)
+    assert await listed(config) == {
+        "http://10.0.0.1:8080": "",
+        "https://10.0.0.2:8443": "ab12",
+        "http://10.0.0.3:1": "",
+        "http://127.0.0.1:9": "",
+        "http://[::1]:9": "",
+    }
+
+
+def app_of(front: object) -> QuartTrio:
+    rows = (*FrontRoutes(front=front).rows(), *StreamRoutes(front=front).rows())  # type: ignore[arg-type]
+    return control_plane((), token=None, extensions=(Extension(rows=rows),))
+
+
+async def test_a_fleet_is_shown_and_a_node_drained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with hollow_nodes(tmp_path, 2) as nodes:
+        config = FleetConfig(nodes=tuple(node.url for node in nodes), state_dir=str(tmp_path / "front"))
+        async with (
+            open_front(config, ask_again) as front,
+            open_server(app_of(front), Address(host="127.0.0.1", port=0)) as address,
+        ):
+            url = f"http://127.0.0.1:{address.port}"
+            with trio.fail_after(30):
+                while len(front.roster.in_state("up")) < 2:  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            await trio.to_thread.run_sync(lambda: fleet_run.status(url, None, as_json=False))
+            shown = capsys.readouterr().out
+            assert "in office" in shown
+            assert shown.count(" up ") == 2
+            await trio.to_thread.run_sync(lambda: fleet_run.drain("node-1", url, None, back=False))
+            with trio.fail_after(10):
+                while not front.roster.in_state("draining", "left"):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            await trio.to_thread.run_sync(lambda: fleet_run.drain("node-1", url, None, back=True))
+            assert "takes tasks again" in capsys.readouterr().out
+            assert b"polarnode_fleet_slots" in exposition(front)
+            assert fleet_status(front)["node"] == "fleet"
+
+
+def test_a_taken_port_is_said_before_nodes_are_asked(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = ["--nodes", "http://127.0.0.1:1", "--port", str(taken.getsockname()[1])]
+        arguments += ["--state-dir", str(tmp_path / "state")]
+        found = CliRunner().invoke(main, ["fleet", *arguments])
+    assert "choose another with --port" in found.output

@@ -1,0 +1,233 @@
+"""What the front decides, from values alone: where a task goes, who owns it, who is up."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.core.errors import ConfigError
+from polarnode.core.fleet import CopyRow, Epoch, Load, NodeReport
+from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.link import Link
+from polarnode.fleet.members import GONE_S, SUSPECT_S, Member, Roster
+from polarnode.fleet.ownership import Seen, majority, owner_of, plans
+from polarnode.fleet.placement import Candidate, home_of, queue_s, second_of, unmet
+
+A, B, C = ("j" + letter * 16 for letter in "abc")
+
+
+def report(journal: str, **load: object) -> NodeReport:
+    more = {"slots": 4, "pending_limit": 100, "session_s": 10.0} | load
+    return NodeReport(node=journal[:2], journal=journal, model="m", ready=True, load=Load(**more))  # type: ignore[arg-type]
+
+
+def task(samples: int = 4, **more: object) -> TaskSpec:
+    return TaskSpec(instruction="x", harness=HarnessSpec(), num_samples=samples, **more)  # type: ignore[arg-type]
+
+
+def row(task_id: str, role: str, number: int, home: str, second: str, **more: object) -> CopyRow:
+    return CopyRow(task_id=task_id, role=role, epoch=Epoch(1, number), home=home, second=second, **more)  # type: ignore[arg-type]
+
+
+# ── placement ─────────────────────────────────────────────────────────────────
+
+
+def test_a_group_goes_where_it_is_over_first() -> None:
+    slow, fast = Candidate(report=report(A, session_s=40.0)), Candidate(report=report(B, live=8))
+    assert home_of(task(), [slow, fast]) == B  # 4 sessions of 40 s, against 12 of 10 s
+    assert home_of(task(), [slow, Candidate(report=report(B, live=8), placed=8)]) == A
+    assert home_of(task(), [Candidate(report=report(A, slots=1)), fast]) == B
+
+
+def test_a_prepared_image_breaks_a_tie_alone() -> None:
+    spec = task(runtime=RuntimeSpec(image="swe"))
+    warm, cold = Candidate(report=report(B, images=("swe",))), Candidate(report=report(A))
+    assert home_of(spec, [cold, warm]) == B
+    assert home_of(spec, [cold, Candidate(report=report(B, images=("swe",), live=1))]) == A
+
+
+def test_nobody_with_room_is_nobody() -> None:
+    assert home_of(task(), [Candidate(report=report(A, busy="the disk is full"))]) is None
+    assert home_of(task(5), [Candidate(report=report(A, pending_limit=4))]) is None
+    assert home_of(task(), []) is None
+
+
+@given(st.text(min_size=1), st.sets(st.sampled_from([A, B, C]), min_size=1))
+def test_a_second_home_is_another_and_moves_only_when_it_goes(task_id: str, journals: set[str]) -> None:
+    chosen = second_of(task_id, A, journals)
+    assert chosen != A
+    assert (chosen == "") == (journals <= {A})
+    for other in journals - {A, chosen}:
+        assert second_of(task_id, A, journals - {other}) == chosen
+
+
+def test_labels_and_the_queue() -> None:
+    found = report(A, live=12)
+    assert unmet({"model": "m"}, found) is None
+    assert "requires h100" in (unmet({"gpu": "h100"}, found) or "")
+    assert queue_s([Candidate(report=found), Candidate(report=report(B))]) == pytest.approx(8 * 10.0 / 8)
+    assert queue_s([]) == 0.0
+
+
+# ── ownership ─────────────────────────────────────────────────────────────────
+
+
+def seen(rows: dict[str, list[CopyRow]], gone: set[str] | None = None, **more: object) -> Seen:
+    return Seen(
+        rows=rows,
+        gone=lambda journal: journal in (gone or {""}) or journal == "",
+        choose=lambda task_id, home: second_of(task_id, home, rows),
+        term=3,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_task_whose_home_and_second_home_live_is_left_alone() -> None:
+    rows = {A: [row("t", "home", 0, A, B)], B: [row("t", "second", 0, A, B)]}
+    assert plans(seen(rows)) == {}
+
+
+def test_the_second_home_of_a_dead_one_adopts_with_a_later_epoch() -> None:
+    rows = {B: [row("t", "second", 0, A, B)], C: []}
+    (adoption,) = plans(seen(rows, {A}))[B].adopt
+    assert (adoption.epoch, adoption.second) == (Epoch(3, 1), C)
+    assert plans(seen(rows, {A}, busy={"t"})) == {}
+    assert plans(seen(rows, set())) == {}, "a home that nobody has heard of yet is waited for"
+
+
+def test_a_dead_second_home_is_replaced_and_one_that_leaves_too() -> None:
+    rows = {A: [row("t", "home", 0, A, B)], C: []}
+    assert plans(seen(rows, {B}))[A].seconds[0].second == C
+    with_b = rows | {B: [row("t", "second", 0, A, B)]}
+    found = plans(Seen(rows=with_b, gone=lambda j: not j, choose=lambda *_: C, term=1, leaving={B}))
+    assert found[A].seconds[0].second == C
+    assert plans(seen({A: [row("t", "home", 0, A, "")], C: []}))[A].seconds[0].second == C
+
+
+def test_who_comes_back_resumes_what_nobody_adopted_and_gives_up_the_rest() -> None:
+    own, moved = row("own", "home", 0, A, B, waiting=True), row("moved", "home", 0, A, B, waiting=True)
+    rows = {
+        A: [own, moved],
+        B: [row("own", "second", 0, A, B), row("moved", "home", 1, B, C)],
+        C: [row("moved", "second", 1, B, C)],
+    }
+    found = plans(seen(rows))
+    assert found[A].own == ["own"]
+    (gone,) = found[A].moved
+    assert (gone.task_id, gone.home, gone.epoch) == ("moved", B, Epoch(1, 1))
+    assert set(found) == {A}
+
+
+def test_copies_that_nobody_needs_are_dropped() -> None:
+    never_begun = {A: [], B: [row("t", "second", 0, A, B)]}
+    assert [each.task_id for each in plans(seen(never_begun))[B].drop] == ["t"]
+    replaced = {
+        A: [row("t", "home", 1, A, C)],
+        B: [row("t", "second", 0, A, B)],
+        C: [row("t", "second", 1, A, C)],
+    }
+    assert set(plans(seen(replaced))) == {B}
+    former = {
+        A: [row("t", "former", 1, B, "")],
+        B: [row("t", "home", 1, B, C, finished=True)],
+        C: [row("t", "second", 1, B, C)],
+    }
+    assert set(plans(seen(former))) == {A}
+
+
+EPOCHS = st.builds(Epoch, st.integers(1, 3), st.integers(0, 3))
+ROWS = st.builds(
+    CopyRow,
+    task_id=st.just("t"),
+    role=st.sampled_from(["home", "second", "former"]),
+    epoch=EPOCHS,
+    home=st.sampled_from([A, B, C]),
+    second=st.sampled_from(["", A, B, C]),
+    waiting=st.booleans(),
+)
+
+
+@given(st.dictionaries(st.sampled_from([A, B, C]), ROWS, min_size=1), st.sets(st.sampled_from([A, B, C])))
+def test_a_task_is_given_to_one_node_at_most_and_always_by_a_later_epoch(
+    rows: dict[str, CopyRow], gone: set[str]
+) -> None:
+    living = {journal: [found] for journal, found in rows.items() if journal not in gone}
+    found = plans(seen(living, gone | {""}))
+    adopters = [journal for journal, plan in found.items() if plan.adopt]
+    assert len(adopters) <= 1
+    owner = owner_of({journal: each[0] for journal, each in living.items()})
+    for journal, plan in found.items():
+        for each in (*plan.adopt, *plan.seconds):
+            assert each.epoch > rows[journal].epoch
+            assert each.second not in gone
+            assert each.second != journal
+        if plan.adopt and owner is not None:
+            assert rows[owner].epoch < rows[journal].epoch
+        assert not plan.own or journal == owner
+
+
+@pytest.mark.parametrize(
+    ("granted", "rostered", "own", "office"),
+    [
+        (1, 1, True, True),
+        (0, 1, True, False),
+        (1, 2, True, True),
+        (1, 2, False, False),
+        (0, 2, True, False),
+        (2, 3, True, True),
+        (1, 3, True, False),
+        (2, 4, True, False),
+        (33, 64, False, True),
+        (32, 64, True, False),
+    ],
+)
+def test_a_majority(granted: int, rostered: int, own: bool, office: bool) -> None:
+    assert majority(granted, rostered, own) is office
+
+
+# ── members and settings ──────────────────────────────────────────────────────
+
+
+def test_silence_makes_a_member_suspect_and_then_gone() -> None:
+    member = Member(link=Link(url="http://127.0.0.1:1"), last_byte=0.0)
+    member.reported(report(A), 100.0)
+    member.rows = {}
+    assert member.look(100.0) == "joining"
+    member.become("up", 100.0)
+    assert [member.look(100.0 + s) for s in (0, SUSPECT_S - 0.1, SUSPECT_S, GONE_S)] == [
+        "up",
+        "up",
+        "suspect",
+        "gone",
+    ]
+    assert member.become("gone", 112.0)
+    assert (member.rows, member.answers, member.look(112.0)) == (None, False, "gone")
+
+
+def test_nothing_is_decided_before_everybody_answered_or_is_gone() -> None:
+    first, second = (Member(link=Link(url=f"http://127.0.0.1:{n}"), last_byte=0.0) for n in (1, 2))
+    roster = Roster({"1": first, "2": second})
+    first.reported(report(A), 0.0)
+    first.rows = {}
+    assert not roster.settled
+    assert not roster.gone(B)
+    second.become("gone", 0.0)
+    assert roster.settled
+    assert roster.gone(B)
+    assert not roster.gone(A)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "name the nodes"),
+        ({"nodes": ("10.0.0.5",)}, "give addresses such as"),
+        ({"nodes": ("@n",), "host": "0.0.0.0"}, "set POLARNODE_TOKEN"),
+        ({"nodes": ("@n",), "host": "0.0.0.0", "token": "t"}, "--tls-cert"),
+        ({"nodes": ("@n",), "tls_cert": "c"}, "belong together"),
+        ({"nodes": ("@n",), "min_nodes": 0.0}, "min_nodes"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        FleetConfig(**settings).check()  # type: ignore[arg-type]

@@ -1,0 +1,159 @@
+"""A front over real nodes in processes: tasks placed in two journals, deaths, hangs, restarts of all of them."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from fleet_kit import HollowProcess, Reader, hollow_nodes, hollow_task
+
+from polarnode.client.asynchronous import AsyncPolarnodeClient
+from polarnode.client.values import ClientError
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.front import Front
+from polarnode.fleet.serving import serve_front
+
+
+@asynccontextmanager
+async def fleet(
+    nodes: list[HollowProcess], folder: Path
+) -> AsyncIterator[tuple[Front, AsyncPolarnodeClient]]:
+    config = FleetConfig(nodes=tuple(node.url for node in nodes), port=0, state_dir=str(folder / "front"))
+    async with serve_front(config.check()) as (front, address):
+        client = AsyncPolarnodeClient(f"http://127.0.0.1:{address.port}", patience_s=60, ack_every_s=0.0)
+        try:
+            yield front, client
+        finally:
+            await client.aclose()  # noqa: ASYNC102 - bounded there
+
+
+async def until_up(front: Front, count: int) -> None:
+    with trio.fail_after(30):
+        while len(front.roster.in_state("up")) < count:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+async def read(client: AsyncPolarnodeClient, reader: Reader, tasks: dict[str, int], consumer: str) -> None:
+    """Read until the groups of all tasks came."""
+    with trio.fail_after(90):
+        async for event in client.trajectories(consumer=consumer, ack=True):
+            reader.add(event.kind, event.key, event.data)
+            if all(f"group:{task_id}" in reader.events for task_id in tasks):
+                return
+
+
+def home_of(front: Front, task_id: str, nodes: list[HollowProcess]) -> HollowProcess | None:
+    """The node that owns a task; None while that changes."""
+    homes = [
+        member.journal
+        for member in front.roster.members.values()
+        if (row := (member.rows or {}).get(task_id)) is not None and row.role == "home"
+    ]
+    return next((node for node in nodes if homes == [node.journal]), None)
+
+
+async def rows_known(front: Front, task_id: str) -> None:
+    with trio.fail_after(10):
+        while sum(task_id in (each.rows or {}) for each in front.roster.members.values()) < 2:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+async def test_three_nodes_are_one_to_their_trainer(tmp_path: Path) -> None:
+    async with hollow_nodes(tmp_path, 3) as nodes, fleet(nodes, tmp_path) as (front, client):
+        await until_up(front, 3)
+        tasks: dict[str, int] = {}
+        for number in range(6):
+            found = await client.submit(hollow_task(seconds=0.5, task_id=f"t{number}"))
+            tasks[found.task_id] = 4
+        again = await client.submit(hollow_task(seconds=0.5, task_id="t0"))
+        assert not again.created
+        with pytest.raises(ClientError, match="was submitted before with another body"):
+            await client.submit(hollow_task(seconds=0.6, task_id="t0"))
+        reader = Reader()
+        await read(client, reader, tasks, "trainer")
+        reader.check(tasks)
+        assert reader.repeated == 0
+        homes = {event["task_id"]: event for key, event in reader.events.items() if key.startswith("task:")}
+        assert len(homes) >= 5
+        assert len({each["node"] for key, each in reader.events.items() if key.startswith("traj")}) == 3
+        status = await client.task_status("t3")
+        assert status.finished
+        whole = await client.trajectory(status.sessions[0].session_id)
+        assert whole.task_id == "t3"
+        listed = await client.tasks()
+        assert {each["task_id"] for each in listed} == set(tasks)
+        (consumer,) = await client.consumers()
+        assert consumer.behind_events < 6, "those after the last group but one"
+
+
+async def test_the_tasks_of_a_killed_node_end_elsewhere_once(tmp_path: Path) -> None:
+    async with hollow_nodes(tmp_path, 3) as nodes, fleet(nodes, tmp_path) as (front, client):
+        await until_up(front, 3)
+        tasks = {(await client.submit(hollow_task(seconds=3.0))).task_id: 4 for _ in range(3)}
+        task_id = next(iter(tasks))
+        await rows_known(front, task_id)
+        home = home_of(front, task_id, nodes)
+        assert home is not None
+        reader = Reader()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, client, reader, tasks, "trainer")
+            await trio.sleep(0.5)
+            await home.kill()
+            with trio.fail_after(5):  # a killed process: adopted, and running again
+                while home_of(front, task_id, nodes) in (None, home):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            await home.start()
+        reader.check(tasks)
+        await until_up(front, 3)
+        with trio.fail_after(20):  # the one that came back knows that it moved
+            while home_of(front, task_id, nodes) in (None, home):  # noqa: ASYNC110
+                await trio.sleep(0.1)
+
+
+async def test_a_node_that_hangs_loses_its_tasks_and_publishes_nothing_of_them(tmp_path: Path) -> None:
+    async with hollow_nodes(tmp_path, 3) as nodes, fleet(nodes, tmp_path) as (front, client):
+        await until_up(front, 3)
+        task_id = (await client.submit(hollow_task(seconds=2.0))).task_id
+        await rows_known(front, task_id)
+        home = home_of(front, task_id, nodes)
+        assert home is not None
+        home.stop()
+        reader = Reader()
+        await read(client, reader, {task_id: 4}, "trainer")
+        home.go_on()
+        await until_up(front, 3)
+        second = (await client.submit(hollow_task(seconds=0.2))).task_id
+        await read(client, reader, {task_id: 4, second: 4}, "trainer")
+        reader.check({task_id: 4, second: 4})
+
+
+async def test_a_front_that_is_started_elsewhere_goes_on(tmp_path: Path) -> None:
+    async with hollow_nodes(tmp_path, 3) as nodes:
+        async with fleet(nodes, tmp_path / "one") as (front, client):
+            await until_up(front, 3)
+            task_id = (await client.submit(hollow_task(seconds=2.0))).task_id
+            term = front.term
+        async with fleet(nodes, tmp_path / "two") as (front, client):
+            reader = Reader()
+            await read(client, reader, {task_id: 4}, "trainer")
+            reader.check({task_id: 4})
+            await until_up(front, 3)
+            assert front.term > term
+            again = await client.submit(hollow_task(seconds=2.0, task_id=task_id))
+            assert not again.created
+
+
+async def test_a_cancelled_task_stays_cancelled_when_its_node_dies(tmp_path: Path) -> None:
+    async with hollow_nodes(tmp_path, 3) as nodes, fleet(nodes, tmp_path) as (front, client):
+        await until_up(front, 3)
+        task_id = (await client.submit(hollow_task(seconds=60.0))).task_id
+        await rows_known(front, task_id)
+        home = home_of(front, task_id, nodes)
+        assert home is not None
+        assert await client.cancel(task_id)
+        await home.kill()
+        reader = Reader()
+        await read(client, reader, {task_id: 4}, "trainer")
+        reader.check({task_id: 4})
+        assert {each["status"] for each in reader.events[f"group:{task_id}"]["sessions"]} == {"cancelled"}
