@@ -157,10 +157,11 @@ class FleetRoutes:
         row = await self.node.homes.row_or_none(task_id)
         if row is None:
             raise NotFound(f"no copy of task {task_id!r} is here")
-        if row.role == "home":
+        if row.role != "home":
+            row = await self.node.homes.cancel_copy(task_id)
+        if row.role == "home":  # adopted meanwhile
             await self.node.cancel(task_id)
-            return json_response(plain(row))
-        return json_response(plain(await self.node.homes.cancel_copy(task_id)))
+        return json_response(plain(row))
 
     async def run(self, name: str) -> Response:
         """The last task of a name that may be used again."""

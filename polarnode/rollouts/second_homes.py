@@ -9,7 +9,7 @@ it may.
 """
 
 import logging
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
 from urllib.parse import quote, urlencode
@@ -105,12 +105,10 @@ class SecondHomes(Homes):
         return True
 
     def first_attempt(self, task_id: str) -> int:
-        task = self._tasks.get(task_id)
-        return 0 if task is None else task.epoch.number
+        return self._tasks[task_id].epoch.number if task_id in self._tasks else 0
 
     def moved(self, task_id: str) -> bool:
-        task = self._tasks.get(task_id)
-        return task is not None and task.role == "former"
+        return task_id in self._tasks and self._tasks[task_id].role == "former"
 
     def outlives(self, task_id: str) -> bool:
         task = self._tasks.get(task_id)
@@ -128,8 +126,7 @@ class SecondHomes(Homes):
 
     def waits(self, task_id: str) -> bool:
         """Whether a front must confirm the task before its sessions go on."""
-        task = self._tasks.get(task_id)
-        return task is not None and task.waiting
+        return task_id in self._tasks and self._tasks[task_id].waiting
 
     # ── terms ─────────────────────────────────────────────────────────────────
 
@@ -158,12 +155,8 @@ class SecondHomes(Homes):
         waiting = {name for name, task in self._tasks.items() if task.waiting}
         return CopyRows(tasks=await self.journal.query(copies.copy_rows, waiting, task_id, key))
 
-    async def row(self, task_id: str) -> CopyRow:
-        """Raises Refused for a task that is not here."""
-        found = (await self.rows(task_id)).tasks
-        if not found:
-            raise Refused(f"task {task_id} is not in this node's journal: give it its copy first")
-        return found[0]
+    async def row_or_none(self, task_id: str) -> CopyRow | None:
+        return next(iter((await self.rows(task_id)).tasks), None)
 
     def begin(self, copy: TaskCopy) -> None:
         """The node is about to begin this task as its home; its second home has the copy."""
@@ -193,9 +186,6 @@ class SecondHomes(Homes):
             raise Conflict(f"not all of the {order.places} places of task {copy.task_id} are staged here")
         return row
 
-    async def row_or_none(self, task_id: str) -> CopyRow | None:
-        return next(iter((await self.rows(task_id)).tasks), None)
-
     async def drop(self, task_id: str, epoch: Epoch) -> CopyRow | None:
         """Forget a copy whose epoch is not higher. Gives what is left of it."""
         self.journal.write(copies.drop_entry(task_id, epoch))
@@ -214,7 +204,10 @@ class SecondHomes(Homes):
         """Remember, as a second home, that the task was cancelled."""
         self.journal.write(copies.cancel_copy_entry(task_id, now=self.journal.now()))
         self._change()
-        return await self.row(task_id)
+        row = await self.row_or_none(task_id)
+        if row is None:
+            raise Refused(f"task {task_id} is not in this node's journal: give it its copy first")
+        return row
 
     def cancelled(self, task_id: str) -> None:
         """The task is being cancelled, as its home: sessions that have to come end at once, after a restart
@@ -259,31 +252,52 @@ class SecondHomes(Homes):
     async def adopt(self, adoptions: Iterable[Adoption]) -> CopyRows:
         """Become home of tasks: hold the places that are committed here, begin sessions for the others."""
         self._insist_on()
-        async with self._ordering:
-            begun: list[TaskCopy] = []
-            for adoption in adoptions:
-                found = await self.journal.query(copies.copy_of, adoption.task_id)
-                if found is None or found[0] != "second" or found[1].epoch >= adoption.epoch:
-                    continue
-                copy = found[1]
-                self.journal.write(
-                    copies.adopt_entry(
-                        copy,
-                        adoption,
-                        home=self.journal.id,
-                        session_ids=tuple(new_session_id() for _ in range(copy.spec.num_samples)),
-                        callback_kinds=self.journal.kinds_for(copy.spec),
-                    )
-                )
-                task = _Task("home", adoption.epoch, self.journal.id, adoption.second)
-                self._tasks[copy.task_id] = task
-                begun.append(copy)
-            await self.journal.flushed()
-            held = await self.journal.query(copies.held_sessions)
-            for copy in begun:
-                await self._go_on(copy, held)
-        self._change()
+        await self._ordered(partial(self._adopted, tuple(adoptions)))
         return await self.rows()
+
+    async def _ordered(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Carry out an order to its end, even if whoever sent it is gone: half of one would be found at the
+        node's next start only.
+        """
+        done, failed = trio.Event(), list[PolarnodeError]()
+
+        async def run() -> None:
+            try:
+                async with self._ordering:
+                    await work()
+            except PolarnodeError as error:
+                failed.append(error)
+            finally:
+                self._change()
+                done.set()
+
+        self.scheduler.nursery.start_soon(run)
+        await done.wait()
+        for error in failed:
+            raise error
+
+    async def _adopted(self, adoptions: tuple[Adoption, ...]) -> None:
+        begun: list[TaskCopy] = []
+        for adoption in adoptions:
+            found = await self.journal.query(copies.copy_of, adoption.task_id)
+            if found is None or found[0] != "second" or found[1].epoch >= adoption.epoch:
+                continue
+            copy = found[1]
+            self.journal.write(
+                copies.adopt_entry(
+                    copy,
+                    adoption,
+                    home=self.journal.id,
+                    session_ids=tuple(new_session_id() for _ in range(copy.spec.num_samples)),
+                    callback_kinds=self.journal.kinds_for(copy.spec),
+                )
+            )
+            self._tasks[copy.task_id] = _Task("home", adoption.epoch, self.journal.id, adoption.second)
+            begun.append(copy)
+        await self.journal.flushed()
+        held = await self.journal.query(copies.held_sessions)
+        for copy in begun:
+            await self._go_on(copy, held)
 
     async def _go_on(self, copy: TaskCopy, held: Mapping[str, str]) -> None:
         """Begin the sessions of an adopted task."""
@@ -294,7 +308,7 @@ class SecondHomes(Homes):
         self._hold((each for each, task_id in held.items() if task_id == copy.task_id), held)
         places = {each.sample_index: each.session_id for each in sessions if each.session_id not in held}
         self.scheduler.adopt(spec, copy.task_id, places)
-        if copy.cancelled is not None:
+        if record is not None and record.cancelled is not None:
             self.scheduler.cancel(copy.task_id)
 
     async def replace_seconds(self, adoptions: Iterable[Adoption]) -> CopyRows:
@@ -312,18 +326,19 @@ class SecondHomes(Homes):
     async def resume(self, order: ResumeOrder) -> CopyRows:
         """Go on with the tasks of an earlier run that are still this node's, and retire those that moved."""
         self._insist_on()
-        async with self._ordering:
-            mine = {each for each in order.own if self.waits(each)}
-            for moved in order.moved:
-                mine |= {moved.task_id} if self.waits(moved.task_id) else set()
-                self._lose(moved)
-            held = await self.journal.query(copies.held_sessions)
-            for task_id in mine:
-                self._tasks[task_id].waiting = False
-            self._hold((each for each, task_id in held.items() if task_id in mine), held)
-            await recover(self.journal, self.scheduler, logger.warning, skips=lambda name: name not in mine)
-        self._change()
+        await self._ordered(partial(self._resumed, order))
         return await self.rows()
+
+    async def _resumed(self, order: ResumeOrder) -> None:
+        mine = {each for each in order.own if self.waits(each)}
+        for moved in order.moved:
+            mine |= {moved.task_id} if self.waits(moved.task_id) else set()
+            self._lose(moved)
+        held = await self.journal.query(copies.held_sessions)
+        for task_id in mine:
+            self._tasks[task_id].waiting = False
+        self._hold((each for each, task_id in held.items() if task_id in mine), held)
+        await recover(self.journal, self.scheduler, logger.warning, skips=lambda name: name not in mine)
 
     def _insist_on(self) -> None:
         if self.scheduler.registry.stopping:
@@ -398,15 +413,14 @@ class SecondHomes(Homes):
         """Settle one result. False when that must be tried again."""
         task_id = self._held[session_id]
         task = self._tasks[task_id]
+        settle = self._retired if task.role == "former" else self._committed
         try:
             await self.journal.flushed()
             result = await self.journal.query(copies.held_result, session_id)
-            if result is None:
-                logger.error("the result of session %s is lost with its row in the journal", session_id)
-                return True
-            if task.role == "former":
-                return await self._retired(task_id, task, result)
-            return await self._committed(task_id, task, result)
+            if result is not None:
+                return await settle(task_id, task, result)
+            logger.error("the result of session %s is lost with its row in the journal", session_id)
+            return True
         except PolarnodeError as error:
             logger.warning("the result of session %s waits: %s", session_id, error)
             return False
@@ -544,10 +558,9 @@ class SecondHomes(Homes):
         """Drop the copies of tasks whose `task` event every consumer that is waited for has acknowledged."""
         while True:
             await trio.sleep(DROP_S)
-            if not self._tasks:
-                continue
             try:
-                await self._drop_acknowledged()
+                if self._tasks:
+                    await self._drop_acknowledged()
             except PolarnodeError as error:
                 logger.warning("copies of finished tasks are kept: %s", error)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from homes_kit import Fleet, Hollow, task, three, until
 
 from polarnode.client.values import ClientError
-from polarnode.core.fleet import CopyRow, Epoch, TermOrder
+from polarnode.core.fleet import Adoption, CopyRow, Epoch, TermOrder
 from polarnode.journal.check import check_journal
 
 pytestmark = pytest.mark.trio
@@ -349,6 +350,22 @@ async def test_orders_that_come_twice_do_nothing_more(tmp_path: Path) -> None:
         await until(ended(b))
         await fleet.check_group(2)
         assert await b.keys("attempt") == []
+
+
+async def test_an_order_is_carried_out_though_its_front_is_gone(tmp_path: Path) -> None:
+    """Quart ends the handler of a request whose client is gone."""
+    async with three(tmp_path) as fleet:
+        a, b = fleet["a"], fleet["b"]
+        stop_at(a, "PUT", after=False)
+        await fleet.submit("a", "b", task(places=2))
+        await a.kill()
+        adoption = Adoption(task_id="t1", epoch=Epoch(1, 1), second=fleet["c"].journal)
+        async with trio.open_nursery() as handler:
+            handler.start_soon(b.node.homes.adopt, [adoption])
+            await trio.testing.wait_all_tasks_blocked(0.001)
+            handler.cancel_scope.cancel()
+        await until(ended(b))
+        await fleet.check_group(2)
 
 
 async def test_what_every_reader_has_is_dropped(tmp_path: Path) -> None:
