@@ -57,6 +57,16 @@ class Ack:
     id: str | None = None
     seq: int | None = None
 
+    @property
+    def position(self) -> Position:
+        """What is acknowledged. Raises Refused."""
+        if (self.id is None) == (self.seq is None):
+            raise Refused("id is missing: send the stream's `id:` line, or seq, one of them", path="$.id")
+        if self.id is not None:
+            return Position.read(self.id, "$.id")
+        check_sequence_number(self.seq or 0)
+        return Position({ALONE: self.seq or 0})
+
 
 @frozen(kw_only=True)
 class Routes:
@@ -239,15 +249,10 @@ class Routes:
 
 def _number(ack: Ack) -> int:
     """The event's number that is acknowledged."""
-    if (ack.id is None) == (ack.seq is None):
-        raise Refused("id is missing: send the stream's `id:` line, or seq, one of them", path="$.id")
-    if ack.id is not None:
-        found = Position.read(ack.id, "$.id").parts.get(ALONE)
-        if found is None:
-            raise Refused("id is a position in a fleet's stream: send it to the fleet's front", path="$.id")
-        return found
-    check_sequence_number(ack.seq or 0)
-    return ack.seq or 0
+    found = ack.position.parts.get(ALONE)
+    if found is None:
+        raise Refused("id is a position in a fleet's stream: send it to the fleet's front", path="$.id")
+    return found
 
 
 def _trajectory_body(trajectory: Trajectory, query: Query) -> bytes:

@@ -179,6 +179,8 @@ class Collector:
 
 # seconds between acknowledgements: each is one request and one commit; a lost one only repeats events
 ACK_EVERY_S = 1.0
+# a fleet gives up a node that is silent for 12 s, and others take its tasks
+LAST_S = 15.0
 
 
 @define(eq=False)
@@ -228,10 +230,21 @@ class Acks:
                 raise
 
     def report_last(self) -> Script[None]:
-        """Acknowledge what is not acknowledged yet, with retries."""
-        if self.consumer is not None and self._news:
-            yield from acknowledged(self.consumer, self._done, Patience(self.patience_s, self.now))
-            self._sent = self._done
+        """Acknowledge what is not acknowledged yet, with retries. A node of a fleet that does not come back
+        for LAST_S sends it again later, under the same keys.
+        """
+        if self.consumer is None or not self._news:
+            return
+        answer = yield from patiently(
+            acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now)
+        )
+        try:
+            if answer.pending:
+                patience = Patience(min(self.patience_s, LAST_S), self.now)
+                yield from acknowledged(self.consumer, self._done, patience)
+        except Unreachable as error:
+            logger.warning("the last acknowledgement did not reach every node: %s", error)
+        self._sent = self._done
 
 
 def acknowledged(consumer: str, position: Position, patience: Patience) -> Script[Acknowledged]:

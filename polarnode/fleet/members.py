@@ -121,6 +121,20 @@ class Roster:
             if each.journal
         )
 
+    def readable(self) -> dict[str, Link]:
+        """The nodes whose events can be read, by journal."""
+        able = [each for each in self.members.values() if each.state not in ("gone", "left")]
+        return {each.journal: each.link for each in able if each.journal}
+
+    def journals(self) -> set[str] | None:
+        """The journals of all members; None while one has not named its own."""
+        return {each.journal for each in self.members.values()} if self.known else None
+
+    def name_of(self, journal: str) -> str:
+        """The name of the member that has a journal; the journal's id while that is not known."""
+        member = self.of_journal(journal)
+        return journal if member is None else member.name
+
     def candidates(self) -> Iterable[Candidate]:
         """Those that take tasks."""
         found = (each.candidate for each in self.members.values())

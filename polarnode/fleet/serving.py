@@ -146,7 +146,8 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
     if config.tls_cert is not None and config.tls_key is not None:
         certificate = Certificate(config.tls_cert, config.tls_key)
     async with open_front(config, ask_again) as front:
-        rows = (*FrontRoutes(front=front).rows(), *StreamRoutes(front=front).rows())
+        streams = StreamRoutes(roster=front.roster, nursery=front.nursery)
+        rows = (*FrontRoutes(front=front).rows(), *streams.rows())
         guard = BrowserGuard(
             bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
         )

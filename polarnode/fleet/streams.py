@@ -1,226 +1,419 @@
-"""One stream of events from all nodes: merged at byte level, with one position for all journals.
+"""The stream of a fleet: the events of all nodes in one body, acknowledgements for all, and their consumers.
 
-Invariants: an event's data is passed on as its node wrote it, and only its `id:` is the reader's position
-over all journals; each journal's events keep their order; nothing is acknowledged to a consumer before it is
-on that node's disk. A reader holds at most a page of each node, and a node that is slow or gone holds up
-nobody: its stream is resumed where it broke, whenever it comes back.
+Events are relayed as bytes: only the `id:` line is written anew, as the position in every journal. Laws: the
+key and the bytes of an event do not depend on who relays it; each journal's events come in its order; nodes
+take turns by bytes, and one that is slow, stopped or gone holds up nobody and is read on when it is back.
+Nothing is kept here: a reader that reconnects, to this front or another one, goes on where its `id:` says. A
+journal that its position does not name is read from the consumer's position there, or from its oldest event.
+Never `yield` inside a cancel scope or nursery: a body is an iterator whose tasks run in the front's nursery.
 """
 
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Final
-from urllib.parse import urlencode
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from typing import Final, Protocol, TypeVar
 
 import trio
 from attrs import define, field, frozen
 from quart import Response, request
 
-from polarnode.api.exports import END, KEEP_ALIVE_S, check_format
-from polarnode.api.query import FILTERS, Query, read_query
+from polarnode.api.exports import KEEP_ALIVE_S, WRITE_BYTES, check_format
+from polarnode.api.query import FILTERS, read_query
 from polarnode.api.routes import Ack
 from polarnode.api.service import NotFound, json_response
-from polarnode.client.requests import part
-from polarnode.client.scripts import Block, Decoder
-from polarnode.client.values import ClientError, Unreachable
+from polarnode.client.requests import Acknowledged, part, query_string
+from polarnode.client.values import ClientError, Unreachable, read_answer
 from polarnode.core.backoff import Backoff
-from polarnode.core.codec.json import dump_json, structure
+from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Conflict, Refused
+from polarnode.core.errors import Busy, Conflict, PolarnodeError, Refused
+from polarnode.core.fleet import CopyRow, CopyRows
 from polarnode.core.positions import ALONE, Position
-from polarnode.fleet.front import Front
-from polarnode.fleet.members import Member
+from polarnode.core.status import Consumer, Consumers
+from polarnode.fleet.link import Link
 from polarnode.http.asgi import RouteRow, body_json
 from polarnode.journal.journal import check_consumer
+from polarnode.journal.retention import MOST
 
-# of a node's events that wait for their reader: a node's own page, or one event
-PAGE_BYTES: Final = 1 << 20
-# of a node's events that wait for their reader, as a node's own page; or one event
-PAUSES: Final = Backoff(first_s=0.1, longest_s=2.0)  # between tries to open a node's stream again
-ENDED_S: Final = 0.5  # between looks whether a task has ended whose nodes have nothing more of it
-PASSED: Final = ("consumer", "follow", "kinds", "arrays", "turns", "format", *FILTERS)
+logger = logging.getLogger(__name__)
+
+# ── what is delivered next ────────────────────────────────────────────────────────────
+
+END: Final = b"\n\n"
+MOST_BYTES: Final = 1 << 30  # of one event, as the client reads it
+# bytes of a node's events that wait for their turn, besides the last one: 64 nodes with events of 300 kB are
+# below 40 MB for a reader that stands still
+PAGE: Final = 256 << 10
+TURN: Final = 64 << 10  # bytes that a node sends before the next one's turn: fair among unlike events
+
+
+@frozen
+class Block:
+    """One event of a node: its kind, its number, and its line of data without the line end."""
+
+    kind: bytes
+    number: int
+    data: bytes
 
 
 @define(eq=False)
-class _Source:
-    """A node's part of a reader's stream. `sent` is how many bytes of it the reader got."""
+class Blocks:
+    """Cuts a node's body into events. Comments are dropped, and bytes after the last blank line."""
 
-    member: Member
-    waiting: deque[tuple[str, str, int, bytes]] = field(factory=deque)  # kind, journal, number, data
-    size: int = 0
-    sent: int = 0
-    ended: bool = False
-    room: trio.Event = field(factory=trio.Event)
+    _held: bytearray = field(factory=bytearray, init=False)
+    _scanned: int = field(default=0, init=False)  # no event ends before this index
+
+    def feed(self, data: bytes) -> Iterator[Block]:
+        """Yield the events that are complete. Raises Unreachable for an `error` event, and for what is no
+        event.
+        """
+        self._held += data
+        while (end := self._held.find(END, self._scanned)) >= 0:
+            with memoryview(self._held) as view:
+                whole = bytes(view[:end])
+            del self._held[: end + len(END)]
+            self._scanned = 0
+            if whole and not whole.startswith(b":"):
+                yield _block(whole)
+        self._scanned = max(0, len(self._held) - 1)
+        if len(self._held) > MOST_BYTES:
+            raise Unreachable(f"an event is larger than {MOST_BYTES >> 20} MiB: is this polarnode?")
+
+
+def _block(whole: bytes) -> Block:
+    head, found, data = whole.partition(b"\ndata: ")
+    lines = dict(line.split(b": ", 1) for line in head.split(b"\n") if b": " in line)
+    if lines.get(b"event") == b"error":
+        raise Unreachable(f"it could not continue its stream: {data[:300].decode(errors='replace')}")
+    number = lines.get(b"id", b"")
+    if not found or not number.isdigit() or b"event" not in lines:
+        raise Unreachable("an event of its stream cannot be read: is this polarnode?")
+    return Block(lines[b"event"], int(number), data)
+
+
+@define(eq=False)
+class Merge:
+    """The events of all nodes that wait for one reader, and the `position` of this reader after those it was
+    given.
+    """
+
+    position: Position = field(factory=Position)
+    _queues: dict[str, deque[Block]] = field(factory=dict, init=False)
+    _sizes: dict[str, int] = field(factory=dict, init=False)
+    _credit: dict[str, int] = field(factory=dict, init=False)
+    _turns: deque[str] = field(factory=deque, init=False)  # journals with events, the next one first
+
+    def put(self, journal: str, block: Block) -> None:
+        """Add an event; see `full` for when to wait."""
+        queue = self._queues.setdefault(journal, deque())
+        if not queue:
+            self._turns.append(journal)
+            self._credit[journal] = 0
+        queue.append(block)
+        self._sizes[journal] = self._sizes.get(journal, 0) + len(block.data)
+
+    def full(self, journal: str) -> bool:
+        return self._sizes.get(journal, 0) >= PAGE
+
+    def take(self) -> tuple[str, bytes, bytes] | None:
+        """The next event, as its journal, the lines before its data, and its data; None while none waits."""
+        while self._turns:
+            journal = self._turns[0]
+            queue = self._queues[journal]
+            size = len(queue[0].data)
+            if self._credit[journal] < size and len(self._turns) > 1:
+                self._credit[journal] += TURN
+                self._turns.rotate(-1)
+                continue
+            block = queue.popleft()
+            self._credit[journal] = max(0, self._credit[journal] - size)
+            self._sizes[journal] -= size
+            if not queue:
+                self._turns.popleft()
+            self.position = self.position.at(journal, block.number)
+            head = b"event: %b\nid: %b\ndata: " % (block.kind, self.position.text.encode())
+            return journal, head, block.data
+        return None
+
+    def forget(self, journal: str) -> None:
+        """Leave a journal out of the position, when its last event has been taken."""
+        if not self._queues.get(journal):
+            parts = self.position.parts
+            self.position = Position({each: parts[each] for each in parts if each != journal})
+
+
+def lost(journal: str, after: int) -> Block:
+    """A gap: no node of the fleet has this journal any more."""
+    body: dict[str, Json] = {
+        "seq": 0,
+        "journal": journal,
+        "key": f"gap:{journal}:{after}",
+        "gap": {"after": after, "oldest": 1},
+    }
+    return Block(b"gap", 0, dump_json(body))
+
+
+def still_open(rows: Collection[CopyRow]) -> bool:
+    """Whether a task has events to come, as all nodes that were reached know it: its owner has not finished
+    it, or only its second home was reached.
+    """
+    kept = [row for row in rows if row.role != "former"]
+    owner = max(kept, key=lambda row: (row.epoch, row.role == "home"), default=None)
+    return owner is not None and not (owner.role == "home" and owner.finished)
+
+
+# ── a body ────────────────────────────────────────────────────────────────────
+
+ROSTER_S: Final = 0.2  # between looks at the roster: a node that joined is read from then on
+ROUND_S: Final = 1.0  # before the nodes are read again for a task that moves
+PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)  # as the client's
+GREETING: Final = b": polarnode\n\n"
+
+
+class Nodes(Protocol):
+    """The nodes of the fleet, as its front knows them (`members.Roster`)."""
+
+    def readable(self) -> Mapping[str, Link]:
+        """The nodes that are not gone, by journal."""
+
+    def journals(self) -> Collection[str] | None:
+        """The journals of all nodes, gone ones too; None while a node has not named its own."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether every node has answered, or is gone."""
+
+    def name_of(self, journal: str) -> str:
+        """The name of the node that has a journal."""
 
 
 @define(eq=False, kw_only=True)
-class MergedStream(AsyncIterator[bytes]):
-    """The stream of one reader. Its nodes are read by tasks of the front's nursery, until it is closed."""
+class Merged(AsyncIterator[bytes]):
+    """One reader's body. Its tasks begin with the first piece and end with `aclose`, which Quart calls
+    however the reader leaves.
+    """
 
-    front: Front
-    query: Query
-    parameters: str
-    position: Position
-    read: dict[str, int] = field(factory=dict)  # by journal: the last number that came from its node
-    _sources: dict[str, _Source] = field(factory=dict)
-    _news: trio.Event = field(factory=trio.Event)
-    _scope: trio.CancelScope = field(factory=trio.CancelScope)
-    _begun: bool = False
-    _thrown_away: set[str] = field(factory=set)
-    _last_write: float = 0.0
+    roster: Nodes
+    nursery: trio.Nursery
+    path: str
+    start: Position
+    follow: bool = True
+    task_id: str | None = None
+    _merge: Merge = field(factory=Merge, init=False)
+    _seen: dict[str, int] = field(factory=dict, init=False)  # the last number read, by journal
+    _reading: dict[str, tuple[Link, trio.CancelScope]] = field(factory=dict, init=False)
+    _done: set[str] = field(factory=set, init=False)  # whose streams have ended, with follow=false
+    _room: dict[str, trio.Event] = field(factory=dict, init=False)
+    _pieces: Iterator[bytes] = field(factory=lambda: iter(()), init=False)
+    _scope: trio.CancelScope | None = field(default=None, init=False)
+    _news: trio.Event = field(factory=trio.Event, init=False)
+    _ended: bool = field(default=False, init=False)
 
     async def __anext__(self) -> bytes:
-        if not self._begun:
-            self._begun, self._last_write = True, trio.current_time()
-            self.read = dict(self.position.parts)
-            self.front.nursery.start_soon(self._run)
-            return b": polarnode\n\n"
+        if self._scope is None:
+            self._scope = trio.CancelScope()
+            self._seen = {each: number for each, number in self.start.parts.items() if each != ALONE}
+            self._merge.position = Position(dict(self._seen))
+            self.nursery.start_soon(self._run, self._scope)
+            return GREETING
         while True:
-            source = self._next()
-            if source is not None:
-                self._last_write = trio.current_time()
-                return self._taken(source)
-            if self._over():
-                await self.aclose()
+            piece = next(self._pieces, None) or self._take()
+            if piece is not None:
+                await trio.lowlevel.checkpoint()
+                return piece
+            if self._ended:
                 raise StopAsyncIteration
-            news = self._news
-            with trio.move_on_at(self._last_write + KEEP_ALIVE_S):
-                await news.wait()
-            if trio.current_time() >= self._last_write + KEEP_ALIVE_S:
-                self._last_write = trio.current_time()
+            with trio.move_on_after(KEEP_ALIVE_S) as silence:
+                await self._news.wait()
+            if silence.cancelled_caught:
                 return b": keep-alive\n\n"
 
     async def aclose(self) -> None:
-        """End the reading of the nodes."""
-        self._scope.cancel()
         await trio.lowlevel.checkpoint()
+        if self._scope is not None:
+            self._scope.cancel()
 
-    def _next(self) -> _Source | None:
-        """The node whose events wait, and that had the fewest bytes."""
-        able = [each for each in self._sources.values() if each.waiting]
-        return min(able, key=lambda each: each.sent, default=None)
+    def _take(self) -> bytes | None:
+        """The first piece of the next event; `_pieces` has the others."""
+        found = self._merge.take()
+        if found is None:
+            self._news = trio.Event()
+            return None
+        journal, head, data = found
+        if not self._merge.full(journal) and journal in self._room:
+            self._room.pop(journal).set()
+        if len(data) <= WRITE_BYTES:
+            return b"".join((head, data, END))
+        with_end = (data[place : place + WRITE_BYTES] for place in range(0, len(data), WRITE_BYTES))
+        self._pieces = iter((*with_end, END))
+        return head
 
-    def _taken(self, source: _Source) -> bytes:
-        kind, journal, number, data = source.waiting.popleft()
-        source.size -= len(data)
-        source.sent += len(data)
-        room, source.room = source.room, trio.Event()
-        room.set()
-        self.position = self.position.at(journal, number)
-        head = f"event: {kind}\nid: {self.position.text}\ndata: ".encode()
-        return b"".join((head, data, END))
-
-    def _over(self) -> bool:
-        return (
-            not self.query.follow
-            and all(each.ended for each in self._sources.values())
-            and bool(self._sources)
-        )
-
-    # ── the nodes ─────────────────────────────────────────────────────────────
-
-    async def _run(self) -> None:
-        """Read every node that there is, and those that come."""
-        with self._scope:
+    async def _run(self, scope: trio.CancelScope) -> None:
+        with scope:
             async with trio.open_nursery() as nursery:
-                while True:
-                    self._mark_thrown_away()
-                    for member in self.front.roster.members.values():
-                        # by journal: a new one behind an old address is another source
-                        if member.journal and member.journal not in self._sources:
-                            source = self._sources[member.journal] = _Source(member)
-                            nursery.start_soon(self._read, source, member.journal)
-                    await self.front.changed.wait()
+                while not await self._over():
+                    self._look(nursery)
+                    await trio.sleep(ROSTER_S)
+                nursery.cancel_scope.cancel()
+            self._ended = True
+            self._news.set()
 
-    def _mark_thrown_away(self) -> None:
-        """A gap for each journal of the position that no node has any more."""
-        roster = self.front.roster
-        if not roster.known:
-            return
-        for journal, number in self.position.parts.items():
-            if journal != ALONE and roster.of_journal(journal) is None and journal not in self._thrown_away:
-                self._thrown_away.add(journal)
-                body: dict[str, Json] = {
-                    "seq": number,
-                    "journal": journal,
-                    "key": f"gap:{journal}-{number}",
-                    "gap": {"after": number, "oldest": number + 1, "journal": journal},
-                }
-                source = self._sources[journal] = _Source(next(iter(roster.members.values())), ended=True)
-                self._put(source, "gap", journal, number, dump_json(body))
-
-    async def _read(self, source: _Source, journal: str) -> None:
-        failures = 0
-        while source.member.journal == journal:
-            began = self.read.get(journal)
-            try:
-                await self._pass_on(source, journal)
-                if not self.query.follow and await self._ended(source):
-                    source.ended = True
-                    self._wake()
-                    return
-                failures = 0
-            except (Unreachable, ClientError):
-                if not self.query.follow and source.member.state in ("gone", "left"):
-                    source.ended = True  # it is read by whoever comes when it is back
-                    self._wake()
-                    return
-            failures = 0 if self.read.get(journal) != began else failures + 1
-            await trio.sleep(PAUSES.delay(failures))
-
-    async def _pass_on(self, source: _Source, journal: str) -> None:
-        """Read a node's stream until it ends or breaks."""
-        after = self.read.get(journal)
-        headers = {} if after is None else {"Last-Event-ID": str(after)}
-        path = f"/v1/trajectories/stream?{self.parameters}"
-        async with source.member.link.stream(path, headers=headers) as pieces:
-            decoder = Decoder()
-            async for piece in pieces:
-                for block in decoder.feed(piece):
-                    if isinstance(block, Block):
-                        await self._passed(source, journal, block)
-
-    async def _passed(self, source: _Source, journal: str, block: Block) -> None:
-        if block.id is None or not block.id.isdigit():  # an `error` event: the node ends the stream after it
-            raise Unreachable(f"{source.member.name} could not go on with its stream")
-        self._put(source, block.kind, journal, int(block.id), block.data)
-        while source.size > PAGE_BYTES:
-            await source.room.wait()
-
-    def _put(self, source: _Source, kind: str, journal: str, number: int, data: bytes) -> None:
-        source.waiting.append((kind, journal, number, data))
-        source.size += len(data)
-        self.read[journal] = number
-        self._wake()
-
-    def _wake(self) -> None:
-        news, self._news = self._news, trio.Event()
-        news.set()
-
-    async def _ended(self, source: _Source) -> bool:
-        """Whether nothing more will come from a node: it has no more events, and the task has ended, if one
-        is named. It may have moved here meanwhile.
-        """
-        if self.query.task_id is None:
+    async def _over(self) -> bool:
+        """Whether there is nothing more to come, which only a reader with follow=false wants to know."""
+        nodes = self.roster.readable()
+        if self.follow or not nodes or not self.roster.settled or not self._done.issuperset(nodes):
+            return False
+        if self.task_id is None or not await self._moves(self.task_id, nodes):
             return True
-        await trio.sleep(ENDED_S)
-        path = f"/v1/fleet/tasks?{urlencode({'task_id': self.query.task_id})}"
-        for _, answer in await self.front.ask_all("GET", path):
-            rows = [] if isinstance(answer, Exception) else answer["tasks"]
-            if any(row["role"] != "former" and row["open_places"] for row in rows):
-                return False
-        return True
+        self._done.clear()
+        await trio.sleep(ROUND_S)
+        return False
+
+    async def _moves(self, task_id: str, nodes: Mapping[str, Link]) -> bool:
+        """Whether the reader's task is between two homes: its events come from the next one."""
+        path = "/v1/fleet/tasks" + query_string(task_id=task_id)
+        found, failed = await everywhere(nodes, dict.fromkeys(nodes, ("GET", path, None)), CopyRows)
+        return bool(failed) or still_open([row for each in found.values() for row in each.tasks])
+
+    def _look(self, nursery: trio.Nursery) -> None:
+        """Read every node that is there, and no other."""
+        nodes = self.roster.readable()
+        for journal, (link, scope) in tuple(self._reading.items()):
+            if nodes.get(journal) is not link:
+                scope.cancel()
+                del self._reading[journal]
+        for journal, link in nodes.items():
+            if journal not in self._reading and journal not in self._done:
+                scope = trio.CancelScope()
+                self._reading[journal] = link, scope
+                nursery.start_soon(self._read_on, journal, link, scope)
+        known = self.roster.journals()
+        if known is not None:
+            for journal in [each for each in self._merge.position.parts if each not in known]:
+                self._pass(journal)
+
+    def _pass(self, journal: str) -> None:
+        """Leave out a journal that no node has. A reader that comes with its number is sent a gap."""
+        after = self._seen.pop(journal, 0)
+        if after and self.start.parts.get(journal) == after:
+            self._put(journal, lost(journal, after))
+        self._merge.forget(journal)
+
+    def _put(self, journal: str, block: Block) -> None:
+        self._merge.put(journal, block)
+        self._news.set()
+
+    async def _read_on(self, journal: str, link: Link, scope: trio.CancelScope) -> None:
+        """Read a node's events, again and again as its connection breaks."""
+        failures = 0
+        with scope:
+            while True:
+                before = self._seen.get(journal)
+                try:
+                    await self._read(journal, link)
+                    why = "it ended the stream"
+                    if not self.follow:
+                        self._done.add(journal)
+                        del self._reading[journal]
+                        return
+                except (Unreachable, ClientError) as error:
+                    why = str(error)
+                failures = 0 if self._seen.get(journal) != before else failures + 1
+                if failures <= 1:
+                    logger.info("the stream of node %s broke and is opened again: %s", link.url, why)
+                await trio.sleep(PAUSES.delay(failures))
+
+    async def _read(self, journal: str, link: Link) -> None:
+        after = self._seen.get(journal, self.start.parts.get(ALONE))
+        headers = {} if after is None else {"Last-Event-ID": str(after)}
+        blocks = Blocks()
+        async with link.stream(self.path, headers=headers) as pieces:
+            async for piece in pieces:
+                for block in blocks.feed(piece):
+                    self._put(journal, block)
+                    self._seen[journal] = block.number
+                    if self._merge.full(journal):
+                        await self._room.setdefault(journal, trio.Event()).wait()
 
 
-# ── routes ────────────────────────────────────────────────────────────
+# ── all nodes at once ─────────────────────────────────────────────────────────
+
+T = TypeVar("T")
+Call = tuple[str, str, object]  # method, path, and what is sent as JSON
+
+# for a node's answer: its disk takes a commit in milliseconds, and a stopped node must not hold up a reader
+ASK_S: Final = 2.0
 
 
-@frozen(kw_only=True)
+async def everywhere(
+    nodes: Mapping[str, Link], calls: Mapping[str, Call], shape: type[T]
+) -> tuple[dict[str, T], dict[str, PolarnodeError]]:
+    """What nodes answer to a call for each, by journal, and what was wrong with the others."""
+    found: dict[str, T] = {}
+    failed: dict[str, PolarnodeError] = {}
+
+    async def one(journal: str, method: str, path: str, value: object) -> None:
+        failed[journal] = Unreachable(f"{nodes[journal].url} does not answer within {ASK_S:g} s")
+        try:
+            with trio.move_on_after(ASK_S):
+                answer = await nodes[journal].ask(method, path, value=value, timeout_s=ASK_S)
+                if answer.status >= 300:
+                    raise answer.error
+                found[journal] = read_answer(answer.body, shape)
+                del failed[journal]
+        except (Unreachable, ClientError) as error:
+            failed[journal] = error
+
+    async with trio.open_nursery() as nursery:
+        for journal, call in calls.items():
+            nursery.start_soon(one, journal, *call)
+    return found, failed
+
+
+def _raise_refusals(failed: Mapping[str, PolarnodeError]) -> None:
+    """Raise what a node refuses: sent again, it would be refused again."""
+    for error in failed.values():
+        if isinstance(error, ClientError) and error.status == 409:
+            raise Conflict(str(error))
+        if isinstance(error, ClientError) and error.status == 400:
+            raise Refused(str(error), path=error.path)
+
+
+def joined(records: Mapping[str, Consumer]) -> Consumer:
+    """One consumer, as the journals know it."""
+    every = tuple(records.values())
+    return Consumer(
+        consumer=every[0].consumer,
+        position=Position({journal: int(each.position) for journal, each in records.items()}).text,
+        behind_events=sum(each.behind_events for each in every),
+        behind_bytes=sum(each.behind_bytes for each in every),
+        missed=sum(each.missed for each in every),
+        moved=max(each.moved for each in every),
+        last_seen=max(each.last_seen for each in every),
+        connected=max(each.connected for each in every),  # one stream here is one at each node
+        holds=any(each.holds for each in every),
+    )
+
+
+# ── routes ────────────────────────────────────────────────────────────────────
+
+# that a node's confirmation is remembered: it saves a request a node for each acknowledgement, and a consumer
+# that another front deleted is created again after it
+CONFIRMED_S: Final = 60.0
+
+
+@define(eq=False, kw_only=True)
 class StreamRoutes:
-    """The handlers of the stream and of its consumers."""
+    """The handlers. Bodies of streams run in `nursery`."""
 
-    front: Front
+    roster: Nodes
+    nursery: trio.Nursery
+    # the numbers that nodes have on disk, by consumer and journal
+    _confirmed: dict[str, dict[str, int]] = field(factory=dict, init=False)
+    _since: float = field(default=0.0, init=False)
 
     def rows(self) -> Iterator[RouteRow]:
+        """The rows of the front's table."""
         yield from (
             ("GET", "/v1/trajectories/stream", self.stream),
             ("POST", "/v1/trajectories/ack", self.acknowledge),
@@ -229,77 +422,105 @@ class StreamRoutes:
         )
 
     async def stream(self) -> Response:
-        """Every node's events from the reader's position on; its consumer's, where it names none."""
         await trio.lowlevel.checkpoint()
-        after = request.headers.get("Last-Event-ID") or request.args.get("after")
-        position = Position() if not after or after == "0" else Position.read(after, "?after")
-        if ALONE in position.parts:
-            raise Refused(
-                "after is a node's number: give a fleet's own position, as its `id:` line has it",
-                path="?after",
-            )
-        found = {name: value for name, value in request.args.items() if name != "after"}
-        query = check_format(read_query(found, *PASSED))
-        stream = MergedStream(front=self.front, query=query, parameters=urlencode(found), position=position)
+        given = dict(request.args.items())
+        after = given.pop("after", None)
+        options = ("consumer", "after", "follow", "kinds", "arrays", "turns", "format", *FILTERS)
+        query = check_format(read_query(given, *options))
+        # before `after`: a browser repeats the first URL and adds the header
+        last = request.headers.get("Last-Event-ID")
+        start = _position(last, "?Last-Event-ID") if last else _position(after or "v", "?after")
+        body = Merged(
+            roster=self.roster,
+            nursery=self.nursery,
+            path=request.path + query_string(**given),
+            start=start,
+            follow=query.follow,
+            task_id=query.task_id,
+        )
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return Response(stream, 200, headers, content_type="text/event-stream")
+        return Response(body, 200, headers, content_type="text/event-stream")
 
     async def acknowledge(self) -> Response:
-        """Answered when it is on the disks of all nodes but those that are named as pending."""
+        """Answer when every node that is reached has it on disk; the others are `pending`."""
         ack = structure(await body_json(), Ack, forbid_extra=True)
-        position = Position.read(ack.id or "", "$.id")
-        if ALONE in position.parts:
-            raise Refused("id is a node's number: send the `id:` line of the fleet's stream", path="$.id")
-        consumer, moved, pending = check_consumer(ack.consumer), dict[str, int](), list[str]()
-
-        async def move(member: Member | None, journal: str, number: int) -> None:
-            if member is None:  # thrown away, or not known yet
-                pending.extend([] if self.front.roster.known else [journal])
-                return
-            try:
-                body = {"consumer": consumer, "seq": number}
-                answer = await member.link.call("POST", "/v1/trajectories/ack", value=body)
-                moved[journal] = int(answer["position"])
-            except (Unreachable, ClientError):
-                pending.append(member.name)
-
-        async with trio.open_nursery() as nursery:
-            for journal, number in position.parts.items():
-                nursery.start_soon(move, self.front.roster.of_journal(journal), journal, number)
-        body: dict[str, Json] = {
-            "consumer": consumer,
-            "id": Position(moved).text,
-            "pending": list[Json](sorted(pending)),
+        consumer, given = check_consumer(ack.consumer), ack.position
+        nodes, known = self.roster.readable(), self.roster.journals()
+        wanted = given.parts if ALONE not in _checked(given, "$.id").parts else dict.fromkeys(nodes, 0)
+        if known is not None:  # a journal that nobody has any more keeps nothing for anybody
+            wanted = {journal: wanted[journal] for journal in wanted if journal in known}
+        confirmed = self._confirmed_of(consumer)
+        news = [each for each in wanted if each in nodes and confirmed.get(each, -1) < wanted[each]]
+        path = "/v1/trajectories/ack"
+        calls: dict[str, Call] = {
+            each: ("POST", path, {"consumer": consumer, "seq": wanted[each]}) for each in news
         }
-        return json_response(body)
+        found, failed = await everywhere(nodes, calls, Acknowledged)
+        _raise_refusals(failed)
+        for journal, answer in found.items():
+            confirmed[journal] = max(answer.position or 0, confirmed.get(journal, 0))
+        reached = {each: confirmed[each] for each in wanted if confirmed.get(each, -1) >= wanted[each]}
+        # an acknowledgement beyond a journal's last event is taken up to it
+        reached |= {each: confirmed[each] for each in found}
+        answer = Acknowledged(
+            id=Position(reached).text,
+            pending=tuple(self.roster.name_of(each) for each in wanted if each not in reached),
+        )
+        return json_response({"consumer": consumer, **plain(answer)})
+
+    def _confirmed_of(self, consumer: str) -> dict[str, int]:
+        if trio.current_time() > self._since + CONFIRMED_S or len(self._confirmed) > MOST:
+            self._since = trio.current_time()
+            self._confirmed.clear()
+        return self._confirmed.setdefault(consumer, {})
 
     async def consumers(self) -> Response:
         read_query(request.args)
-        found: dict[str, dict[str, Any]] = {}
-        for member, answer in await self.front.ask_all("GET", "/v1/consumers"):
-            if not isinstance(answer, Exception):
-                for each in answer["consumers"]:
-                    _join(found.setdefault(each["consumer"], {}), each, member.journal)
-        shown = [{**each, "position": Position(each["position"]).text} for _, each in sorted(found.items())]
-        return json_response({"consumers": list[Json](shown)})
+        found, failed = await self._consumers()
+        every: list[Json] = [plain(joined(each)) for each in found.values()]
+        return json_response({"consumers": every, "pending": self._names(failed)})
+
+    def _names(self, journals: Iterable[str]) -> list[Json]:
+        return [self.roster.name_of(each) for each in sorted(journals)]
+
+    async def _consumers(self) -> tuple[dict[str, dict[str, Consumer]], dict[str, PolarnodeError]]:
+        """Every consumer, by name and journal, and what was wrong with nodes that do not answer."""
+        nodes = self.roster.readable()
+        calls: dict[str, Call] = dict.fromkeys(nodes, ("GET", "/v1/consumers", None))
+        answers, failed = await everywhere(nodes, calls, Consumers)
+        found: dict[str, dict[str, Consumer]] = {}
+        for journal, answer in answers.items():
+            for each in answer.consumers:
+                found.setdefault(each.consumer, {})[journal] = each
+        return found, failed
 
     async def forget_consumer(self, consumer: str) -> Response:
+        """Delete a consumer on every node, or on none: where it stayed, it would read on in the middle."""
         read_query(request.args)
-        answers = await self.front.ask_all("DELETE", f"/v1/consumers/{part(consumer)}")
-        errors = [answer for _, answer in answers if isinstance(answer, ClientError)]
-        if any(error.status == 409 for error in errors):
+        known, missing = await self._consumers()
+        if missing:
+            raise Busy(f"a node does not answer: {next(iter(missing.values()))}", retry_after=ASK_S)
+        whose = known.get(consumer, {})
+        if any(each.connected for each in whose.values()):
             raise Conflict(f"a stream of consumer {consumer!r} is open: end it first")
-        if len(errors) == len(answers):
+        if not whose:
             raise NotFound(f"there is no consumer {consumer!r}: look at GET /v1/consumers")
-        return json_response({"consumer": consumer, "forgotten": True})
+        call = ("DELETE", f"/v1/consumers/{part(consumer)}", None)
+        _, failed = await everywhere(self.roster.readable(), dict.fromkeys(whose, call), dict)
+        self._confirmed.pop(consumer, None)
+        _raise_refusals(failed)
+        return json_response({"consumer": consumer, "forgotten": True, "pending": self._names(failed)})
 
 
-def _join(whole: dict[str, Any], one: dict[str, Any], journal: str) -> None:
-    """Add one node's word of a consumer to the fleet's."""
-    whole.setdefault("consumer", one["consumer"])
-    whole.setdefault("position", {})[journal] = one["position"]
-    for name in ("behind_events", "behind_bytes", "missed"):
-        whole[name] = whole.get(name, 0) + one[name]
-    for name in ("moved", "heard", "connected"):
-        whole[name] = max(whole.get(name, 0), one[name])
-    whole["holds"] = whole.get("holds", False) or one["holds"]
+def _position(text: str, path: str) -> Position:
+    return _checked(Position.read(text, path), path)
+
+
+def _checked(position: Position, path: str) -> Position:
+    """A position that a fleet has: any vector, or 0 for the oldest event of every journal."""
+    if position.parts.get(ALONE, 0):
+        raise Refused(
+            f"{path.lstrip('?$.')} is a node's number: send the `id:` line of this fleet's stream, or 0",
+            path=path,
+        )
+    return position
