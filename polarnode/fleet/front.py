@@ -42,7 +42,7 @@ from polarnode.core.task import TaskSpec
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link, NobodyListens
 from polarnode.fleet.members import GONE_S, Member, MemberState, Roster
-from polarnode.fleet.ownership import Plan, Seen, majority, owner_of, plans
+from polarnode.fleet.ownership import KnownHomes, Plan, Seen, majority, owner_of, plans
 from polarnode.fleet.placement import BUSY_S, home_of, second_of
 from polarnode.support.bounded import remember
 
@@ -80,6 +80,7 @@ class Front:
     in_office: bool = False
     lost: dict[str, int] = field(factory=dict)  # places of dead nodes that were run again, by node
     joined: list[Callable[[Member], Awaitable[bool]]] = field(factory=list)  # asked before a node is up
+    homes: KnownHomes = field(factory=KnownHomes)
     nodes_of_sessions: dict[str, str] = field(factory=dict)  # journals, by session
     changed: trio.Event = field(factory=trio.Event)  # set and replaced when a member changes
     _attended: dict[str, trio.CancelScope] = field(factory=dict)
@@ -162,6 +163,7 @@ class Front:
         if member.rows is None or before is None or before.tasks_digest != report.tasks_digest:
             found = structure(await member.link.call("GET", "/v1/fleet/tasks"), CopyRows)
             member.rows = {row.task_id: row for row in found.tasks}
+            self.homes.listed(member.journal, found.tasks)
             self._note()
         if self.in_office and member.granted != self.term:
             await self._give_term(member)
@@ -293,6 +295,8 @@ class Front:
             choose=self._second,
             term=self.term,
             busy=self._placing,
+            known=self.homes.known,
+            ended=self.homes.ended,
         )
 
     def _second(self, task_id: str, home: str) -> str:
@@ -302,6 +306,8 @@ class Front:
     async def _carry_out(self, member: Member, plan: Plan) -> None:
         """Ask a node for what was decided. What fails is decided again."""
         link, term, rows = member.link, self.term, list[CopyRow]()
+        for each in (*plan.adopt, *plan.seconds):
+            self.homes.ordered(member.journal, each)
         with suppress(*NEWS):
             if plan.own or plan.moved:
                 resume = ResumeOrder(term=term, own=tuple(plan.own), moved=tuple(plan.moved))
@@ -323,7 +329,7 @@ class Front:
 
     async def _let_in(self, member: Member) -> None:
         """A node that answered and has nothing to settle takes tasks, once it serves what it has to."""
-        if any(row.waiting for row in (member.rows or {}).values()):
+        if any(row.waiting and not self.homes.later(row) for row in (member.rows or {}).values()):
             return
         for each in self.joined:
             if not await each(member):

@@ -6,6 +6,7 @@ compare epochs. Nothing is decided about a task that is being submitted.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
 from attrs import define, field, frozen
 
@@ -18,6 +19,51 @@ class Drop:
 
     task_id: str
     epoch: Epoch
+
+
+KNOWN: Final = 100_000  # tasks whose homes are remembered: 50 MB, some days of a large fleet
+
+
+@define(eq=False)
+class KnownHomes:
+    """By task, the home of the highest epoch that this front saw or ordered, whether or not it answers."""
+
+    known: dict[str, CopyRow] = field(factory=dict)
+    ended: dict[str, None] = field(factory=dict)
+    _of: dict[str, set[str]] = field(factory=dict)  # tasks by home
+
+    def listed(self, journal: str, rows: Collection[CopyRow]) -> None:
+        """All copies of a node that answers. A task of this home that is no longer among them has ended."""
+        homes = {row.task_id: row for row in rows if row.role == "home"}
+        for task_id in self._of.get(journal, set()) - {row.task_id for row in rows}:
+            if task_id in self.known and self.known[task_id].home == journal:
+                self.ended[task_id] = None
+        self._of[journal] = set(homes)
+        for row in homes.values():
+            self._note(row)
+
+    def ordered(self, journal: str, order: Adoption) -> None:
+        """A node was ordered to be a task's home with this second home: it may be, whatever it answers."""
+        row = CopyRow(
+            task_id=order.task_id, role="home", epoch=order.epoch, home=journal, second=order.second
+        )
+        self._note(row)
+
+    def later(self, row: CopyRow) -> bool:
+        """Whether another home has a later epoch than this row."""
+        known = self.known.get(row.task_id)
+        return known is not None and known.epoch > row.epoch
+
+    def _note(self, row: CopyRow) -> None:
+        before = self.known.get(row.task_id)
+        if before is not None and before.epoch > row.epoch:
+            return
+        self.ended.pop(row.task_id, None)
+        self.known[row.task_id] = row
+        if len(self.known) > KNOWN:
+            oldest = next(iter(self.known))
+            del self.known[oldest]
+            self.ended.pop(oldest, None)
 
 
 @define(kw_only=True)
@@ -46,6 +92,10 @@ class Seen:
     choose: Callable[[str, str], str]
     term: int
     busy: Collection[str] = ()
+    # by task, its home of the highest epoch that was ever seen or ordered; `ended`: tasks that it dropped,
+    # because every reader had them
+    known: Mapping[str, CopyRow] = field(factory=dict)
+    ended: Collection[str] = ()
     leaving: Collection[str] = ()  # journals that keep no more copies
 
 
@@ -69,6 +119,10 @@ def owner_of(by_journal: Mapping[str, CopyRow]) -> str | None:
 
 
 def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan]) -> None:
+    later = later_home(seen.known, seen.rows, seen.ended, by_journal)
+    if later is not None:
+        _await_home(seen, by_journal, later, found)
+        return
     owner = owner_of(by_journal)
     heir = _heir(seen, by_journal, owner)
     if heir is not None:
@@ -102,6 +156,36 @@ def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan
             found[journal].drop.append(Drop(task_id=row.task_id, epoch=row.epoch))
 
 
+def later_home(
+    known: Mapping[str, CopyRow],
+    rows: Collection[str],
+    ended: Collection[str],
+    by_journal: Mapping[str, CopyRow],
+) -> CopyRow | None:
+    """The home, of a later epoch than these rows, that may have told readers what none of them knows: it does
+    not answer, and neither does its second home. Whoever went on from an older row would fill places twice.
+    """
+    row = max(by_journal.values(), key=lambda each: each.epoch)
+    home = known.get(row.task_id)
+    if home is None or home.epoch <= row.epoch:
+        return None
+    # a home tells nothing before its second home has the task; what it was only ordered, it does not have
+    return None if row.task_id not in ended and (home.home in rows or home.second in rows) else home
+
+
+def _await_home(
+    seen: Seen, by_journal: Mapping[str, CopyRow], later: CopyRow, found: dict[str, Plan]
+) -> None:
+    """Nothing begins again. Of a task that ended, what earlier homes still have is retired."""
+    if later.task_id in seen.ended:
+        for journal, row in by_journal.items():
+            if row.role == "home":
+                moved = Moved(task_id=row.task_id, epoch=later.epoch, home=later.home)
+                found[journal].moved.append(moved)
+            elif row.role == "second":
+                found[journal].drop.append(Drop(task_id=row.task_id, epoch=row.epoch))
+
+
 def _heir(seen: Seen, by_journal: Mapping[str, CopyRow], owner: str | None) -> str | None:
     """The second home that has to adopt the task: its home is gone, and nobody has a later epoch."""
     seconds = [journal for journal, row in by_journal.items() if row.role == "second"]
@@ -121,7 +205,9 @@ def _drop_unbegun(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str
 
 
 def _next(seen: Seen, row: CopyRow, second: str) -> Adoption:
-    epoch = Epoch(max(seen.term, row.epoch.term), row.epoch.number + 1)
+    known = seen.known.get(row.task_id, row)
+    last = max(row.epoch, known.epoch)
+    epoch = Epoch(max(seen.term, last.term), max(row.epoch.number, last.number) + 1)
     return Adoption(task_id=row.task_id, epoch=epoch, second=second)
 
 

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.core.errors import ConfigError
-from polarnode.core.fleet import CopyRow, Epoch, Load, NodeReport
+from polarnode.core.fleet import Adoption, CopyRow, Epoch, Load, NodeReport
 from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link
 from polarnode.fleet.members import GONE_S, SUSPECT_S, Member, Roster
-from polarnode.fleet.ownership import Seen, majority, owner_of, plans
+from polarnode.fleet.ownership import KnownHomes, Seen, majority, owner_of, plans
 from polarnode.fleet.placement import Candidate, home_of, queue_s, second_of, unmet
 
 A, B, C = ("j" + letter * 16 for letter in "abc")
@@ -231,3 +231,35 @@ def test_nothing_is_decided_before_everybody_answered_or_is_gone() -> None:
 def test_settings_that_cannot_work_are_named(settings: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         FleetConfig(**settings).check()  # type: ignore[arg-type]
+
+
+def test_an_old_home_waits_for_those_that_know_more() -> None:
+    """A is back; B adopted its task and C is the new second home, and both are away for a moment."""
+    known = KnownHomes()
+    known.listed(A, [row("t", "home", 0, A, B)])
+    known.ordered(B, Adoption(task_id="t", epoch=Epoch(1, 1), second=C))
+    old = row("t", "home", 0, A, B, waiting=True)
+    assert plans(seen({A: [old]}, {B, C}, known=known.known)) == {}
+    assert known.later(old)
+    # C answers and has nothing: B told nobody anything
+    resumed = plans(seen({A: [old], C: []}, {B}, known=known.known))
+    assert resumed[A].own == ["t"]
+    # A stands alone with a copy that B never took over: the next epoch is above the one that was ordered
+    kept = row("t", "second", 0, B, A)
+    adopted = plans(seen({A: [kept], C: []}, {B}, known=known.known))
+    assert adopted[A].adopt == [Adoption(task_id="t", epoch=Epoch(3, 2), second=C)]
+    # B is back, and has the task
+    mine = row("t", "home", 1, B, C)
+    assert plans(seen({A: [old], B: [mine]}, {C}, known=known.known))[A].moved[0].home == B
+
+
+def test_a_task_that_its_readers_have_is_not_begun_again() -> None:
+    known = KnownHomes()
+    known.listed(B, [row("t", "home", 1, B, C)])
+    known.listed(B, [])  # dropped: acknowledged by all
+    old = row("t", "home", 0, A, B, waiting=True)
+    found = plans(seen({A: [old], C: []}, {B}, known=known.known, ended=known.ended))
+    assert (found[A].own, found[A].seconds) == ([], [])
+    assert found[A].moved[0].epoch == Epoch(1, 1)
+    stale = row("t", "second", 0, B, C)
+    assert plans(seen({C: [stale]}, {A, B}, known=known.known, ended=known.ended))[C].drop
