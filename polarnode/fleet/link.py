@@ -6,7 +6,7 @@ whole answer is Unreachable; an error status is an answer.
 """
 
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from typing import Any, Final
@@ -69,7 +69,7 @@ class Link:
         path: str,
         *,
         value: object = None,
-        body: bytes | None = None,
+        body: bytes | AsyncIterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = ANSWER_S,
     ) -> Answer:
@@ -103,7 +103,12 @@ class Link:
 
     @asynccontextmanager
     async def _sent(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str], silence_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | AsyncIterable[bytes] | None,
+        headers: dict[str, str],
+        silence_s: float,
     ) -> AsyncIterator[tuple[httpx2.Response, AsyncIterator[bytes]]]:
         response = await self._send(method, path, body, headers, silence_s)
         pieces = self._pieces(response)
@@ -132,7 +137,12 @@ class Link:
             raise self._unreachable(error) from error
 
     async def _send(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str], silence_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | AsyncIterable[bytes] | None,
+        headers: dict[str, str],
+        silence_s: float,
     ) -> httpx2.Response:
         mine = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
         try:

@@ -21,6 +21,7 @@ from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front, open_front
 from polarnode.fleet.routes import FrontRoutes
 from polarnode.fleet.streams import StreamRoutes
+from polarnode.fleet.weights import FleetWeights, FleetWeightsRoutes
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, Certificate, open_server
 
@@ -147,7 +148,11 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         certificate = Certificate(config.tls_cert, config.tls_key)
     async with open_front(config, ask_again) as front:
         streams = StreamRoutes(roster=front.roster, nursery=front.nursery)
-        rows = (*FrontRoutes(front=front).rows(), *streams.rows())
+        weights = FleetWeights(front=front)
+        front.joined.append(weights.bring)
+        front.nursery.start_soon(weights.keep)
+        engines = FleetWeightsRoutes(weights=weights)
+        rows = (*FrontRoutes(front=front).rows(), *streams.rows(), *engines.rows())
         guard = BrowserGuard(
             bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
         )

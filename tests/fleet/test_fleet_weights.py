@@ -1,0 +1,187 @@
+"""A trainer's way to the weights of all nodes: real planes of weights over simulated engines, and the front."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import trio
+from attrs import define
+from control_plane_parts import Caller
+from hypothesis import given
+from hypothesis import strategies as st
+from weights_kit import Plane, disk, open_weights_plane, simulated_tiny
+
+from polarnode.api.app import Extension, control_plane
+from polarnode.core.fleet import NodeReport
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.front import Front
+from polarnode.fleet.link import Link
+from polarnode.fleet.members import Member
+from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets, verdict
+from polarnode.fleet.weights import FleetWeights, FleetWeightsRoutes
+from polarnode.http.server import Address, open_server
+from polarnode.node.config import TINY_MODEL
+
+# ── the plan ────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, 64), st.integers(1, 64), st.floats(0.01, 1.0))
+def test_a_change_that_no_node_took_is_refused(took: int, asked: int, least: float) -> None:
+    took = min(took, asked)
+    judged = verdict(took, asked, least)
+    assert (judged == "refused") == (took == 0)
+    assert (judged == "served") == (took > 0 and took / asked >= least)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 8), min_size=1, max_size=64))
+def test_ranks_of_a_fleet_are_each_of_one_node(first: int, ranks: list[int]) -> None:
+    offsets = rank_offsets(first, ranks)
+    every = [at + rank for at, each in zip(offsets, ranks, strict=True) for rank in range(each)]
+    assert every == list(range(first, first + sum(ranks)))
+    handles = [str(each) for each in range(sum(ranks))]
+    assert [each for part in payloads_of(handles, ranks) for each in part] == handles
+    assert payloads_of(["one"] * (sum(ranks) + 1), ranks) == [["one"] * (sum(ranks) + 1)] * len(ranks)
+
+
+def test_names_are_never_used_again() -> None:
+    assert fresh("1", set()) == "1"
+    assert fresh("1", {"1", "1~2"}) == "1~3"
+    assert fresh(None, {"unnamed-1"}) == "unnamed-2"
+    assert newest([[], [{"at": 2.0, "version": "b"}], [{"at": 1.0, "version": "c"}]]) == {
+        "at": 2.0,
+        "version": "b",
+    }
+    assert newest([]) is None
+
+
+# ── the fleet ────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class Fleet:
+    planes: list[Plane]
+    front: Front
+    weights: FleetWeights
+    trainer: Caller
+
+    async def served(self) -> list[str]:
+        return [(await each.told())["version"] for each in self.planes]
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path, count: int = 2, **more: Any) -> AsyncIterator[Fleet]:
+    with trio.fail_after(120):
+        async with AsyncExitStack() as stack:
+            planes = []
+            for number in range(count):
+                folder = tmp_path / f"n{number}"
+                folder.mkdir()
+                plane = open_weights_plane(simulated_tiny(folder), folder / "journal")
+                planes.append(await stack.enter_async_context(plane))
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            config = FleetConfig(nodes=("@",), state_dir=str(tmp_path), **more)
+            front = Front(config=config, nursery=nursery)
+            for number, plane in enumerate(planes):
+                member = Member(
+                    link=Link(url=plane.node.url, token="secret"), last_byte=trio.current_time() + 1000
+                )
+                member.report = NodeReport(node=f"n{number}", journal=f"j{number}", model="m", ready=True)
+                member.rows, member.state = {}, "up"
+                front.roster.members[plane.node.url] = member
+            weights = FleetWeights(front=front)
+            rows = tuple(FleetWeightsRoutes(weights=weights).rows())
+            app = control_plane((), token="secret", extensions=(Extension(rows=rows),))
+            address = await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))
+            try:
+                yield Fleet(planes, front, weights, Caller(url=f"http://127.0.0.1:{address.port}"))
+            finally:
+                for member in front.roster.members.values():
+                    await member.link.close()  # noqa: ASYNC102 - bounded there
+                nursery.cancel_scope.cancel()
+
+
+def new(version: str, path: Path = TINY_MODEL, **more: Any) -> dict[str, Any]:
+    return {"version": version, "source": disk(path), **more}
+
+
+async def test_one_request_updates_every_node(tmp_path: Path) -> None:
+    async with opened(tmp_path) as fleet:
+        answer = await fleet.trainer.post("/v1/weights", new("7"))
+        assert answer.status == 201, answer.text
+        assert [each["index"] for each in answer.json()["hosts"]] == [0, 1]
+        assert await fleet.served() == ["7", "7"]
+        again = await fleet.trainer.post("/v1/weights", new("7"))
+        assert (again.status, again.json()["created"]) == (200, False)
+        barrier = await fleet.trainer.post("/v1/weights", new("8", switch="barrier"))
+        assert barrier.status == 201, barrier.text
+        state = (await fleet.trainer.get("/v1/weights")).json()
+        assert (state["version"], state["paused"], state["ranks"]) == ("8", None, 2)
+        bad = await fleet.trainer.post("/v1/weights", new("9", tmp_path / "none"))
+        assert bad.status == 400
+        assert await fleet.served() == ["8", "8"]
+        assert not fleet.front.roster.in_state("stale")
+
+
+async def test_a_late_node_takes_no_tasks_until_it_has_caught_up(tmp_path: Path) -> None:
+    async with opened(tmp_path, 3, min_nodes=0.6) as fleet:
+        late = fleet.front.roster.members[fleet.planes[2].node.url]
+        url, late.link.url = late.link.url, "http://127.0.0.1:9"
+        fleet.front.roster.members["http://127.0.0.1:9"] = fleet.front.roster.members.pop(url)
+        answer = await fleet.trainer.post("/v1/weights", new("7"))
+        assert answer.status == 201, answer.text
+        assert late.state == "stale"
+        late.link.url = url
+        await late.link.close()
+        assert await fleet.weights.bring(late)
+        assert late.state == "up"
+        assert await fleet.served() == ["7", "7", "7"]
+
+
+async def test_too_few_nodes_are_an_error_and_the_next_request_mends_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as fleet:
+        own = copytree(TINY_MODEL, tmp_path / "copy")
+        first = await fleet.planes[0].node.post("/v1/weights", new("7"))
+        assert first.status == 201
+        answer = await fleet.trainer.post("/v1/weights", new("7", own))
+        assert answer.status == 503, answer.text
+        assert "n0" in answer.json()["error"]["message"]
+        answer = await fleet.trainer.post("/v1/weights", new("8", own))
+        assert answer.status == 201, answer.text
+        assert await fleet.served() == ["8", "8"]
+        assert not fleet.front.roster.in_state("stale")
+
+
+async def test_a_new_front_learns_what_the_nodes_serve_and_a_joiner_gets_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as fleet:
+        await fleet.planes[0].node.post("/v1/weights", new("7"))
+        first, second = fleet.front.roster.members.values()
+        assert await fleet.weights.bring(first)
+        second.state = "joining"
+        assert await fleet.weights.bring(second)
+        assert await fleet.served() == ["7", "7"]
+
+
+async def test_engines_are_held_and_go_on_together(tmp_path: Path) -> None:
+    async with opened(tmp_path) as fleet:
+        held = await fleet.trainer.post("/v1/engine/pause", {"mode": "retract"})
+        assert (held.status, held.json()["paused"]) == (200, "retract")
+        assert [(await each.told())["paused"] for each in fleet.planes] == ["retract"] * 2
+        assert (await fleet.trainer.post("/v1/engine/resume", {})).status == 200
+        assert [(await each.told())["paused"] for each in fleet.planes] == [None] * 2
+
+
+async def test_an_update_of_several_requests_is_one_on_all_nodes(tmp_path: Path) -> None:
+    good = "gAQ="
+    source: dict[str, Any] = {"kind": "tensor", "buckets": []}
+    async with opened(tmp_path) as fleet:
+        begun = await fleet.trainer.post("/v1/weights/updates", {"version": "7", "source": source})
+        assert begun.status == 201, begun.text
+        path = f"/v1/weights/updates/{begun.json()['update_id']}"
+        added = await fleet.trainer.post(f"{path}/buckets", {"payloads": [good, good]})
+        assert added.status == 200, added.text
+        done = await fleet.trainer.post(f"{path}/commit", {})
+        assert done.status == 201, done.text
+        assert await fleet.served() == ["7", "7"]
+        assert (await fleet.trainer.post(f"{path}/commit", {})).json()["created"] is False
