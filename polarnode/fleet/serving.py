@@ -18,10 +18,12 @@ import trio
 from polarnode.api.app import Extension, control_plane
 from polarnode.core.errors import ConfigError
 from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front, open_front
 from polarnode.fleet.routes import FrontRoutes
+from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.streams import StreamRoutes
-from polarnode.fleet.weights import FleetWeights, FleetWeightsRoutes
+from polarnode.fleet.weights import FleetWeights
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, Certificate, open_server
 
@@ -156,7 +158,8 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         guard = BrowserGuard(
             bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
         )
-        app = control_plane((), token=config.token, guard=guard, extensions=(Extension(rows=rows),))
+        extensions = (Extension(rows=rows), FleetSglang(weights=weights).extension())
+        app = control_plane((), token=config.token, guard=guard, extensions=extensions)
         listener = Address(host=config.host, port=config.port)
         async with open_server(
             app, listener, connections=CONTROL_CONNECTIONS, certificate=certificate

@@ -1,5 +1,7 @@
 """A trainer's way to the weights of all nodes: real planes of weights over simulated engines, and the front."""
 
+import pickle
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,11 +18,13 @@ from weights_kit import Plane, disk, open_weights_plane, simulated_tiny
 from polarnode.api.app import Extension, control_plane
 from polarnode.core.fleet import NodeReport
 from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front
 from polarnode.fleet.link import Link
 from polarnode.fleet.members import Member
+from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets, verdict
-from polarnode.fleet.weights import FleetWeights, FleetWeightsRoutes
+from polarnode.fleet.weights import FleetWeights
 from polarnode.http.server import Address, open_server
 from polarnode.node.config import TINY_MODEL
 
@@ -92,7 +96,8 @@ async def opened(tmp_path: Path, count: int = 2, **more: Any) -> AsyncIterator[F
                 front.roster.members[plane.node.url] = member
             weights = FleetWeights(front=front)
             rows = tuple(FleetWeightsRoutes(weights=weights).rows())
-            app = control_plane((), token="secret", extensions=(Extension(rows=rows),))
+            extensions = (Extension(rows=rows), FleetSglang(weights=weights).extension())
+            app = control_plane((), token="secret", extensions=extensions)
             address = await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))
             try:
                 yield Fleet(planes, front, weights, Caller(url=f"http://127.0.0.1:{address.port}"))
@@ -185,3 +190,34 @@ async def test_an_update_of_several_requests_is_one_on_all_nodes(tmp_path: Path)
         assert done.status == 201, done.text
         assert await fleet.served() == ["7", "7"]
         assert (await fleet.trainer.post(f"{path}/commit", {})).json()["created"] is False
+
+
+async def test_a_trainer_of_sglang_servers_updates_every_node_under_one_name(tmp_path: Path) -> None:
+    good, bad = (b64encode(data).decode() for data in (pickle.dumps([]), b"this is no pickle"))
+
+    async def asked(path: str, status: int = 200, **body: Any) -> None:
+        answer = await fleet.trainer.post(path, body)
+        assert answer.status == status, (path, answer.text)
+
+    async with opened(tmp_path) as fleet:
+        assert (await fleet.planes[1].node.post("/v1/weights", new("1"))).status == 201
+        info = (await fleet.trainer.get("/server_info")).json()
+        assert (info["num_gpus"], info["dp_size"]) == (2, 2)
+        for payloads, status in (([good, good], 200), ([good, bad], 400)):
+            await asked("/pause_generation")
+            await asked(
+                "/update_weights_from_tensor", serialized_named_tensors=[good, good], weight_version="1"
+            )
+            await asked(
+                "/update_weights_from_tensor",
+                status,
+                serialized_named_tensors=payloads,
+                weight_version="1",
+            )
+            await asked("/continue_generation")
+            assert await fleet.served() == ["1~2", "1~2"]
+            assert not fleet.front.roster.in_state("stale")
+        await asked("/update_weights_from_disk", model_path=str(TINY_MODEL), weight_version="2")
+        await asked("/update_weights_from_disk", model_path=str(TINY_MODEL), weight_version="2")
+        await asked("/update_weights_from_disk", model_path=str(TINY_MODEL))
+        assert await fleet.served() == ["unnamed-1", "unnamed-1"]
