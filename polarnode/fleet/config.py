@@ -4,6 +4,8 @@ Pure: a frozen value or a `ConfigError` that names the setting and its remedy. T
 but its vote, in `state_dir`.
 """
 
+import re
+
 from attrs import field, frozen
 
 from polarnode.core.codec.limits import is_loopback, url_fault
@@ -40,6 +42,13 @@ class FleetConfig:
                 continue
             if fault := url_fault(node):
                 raise ConfigError(f"nodes: {node!r} {fault}; give addresses such as http://10.0.0.5:8080")
+        for name, token in (("token", self.token), ("node_token", self.node_token)):
+            # as a node's: an empty one would be what a client sends that has none
+            if token is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", token):
+                raise ConfigError(
+                    f"{name} must be printable ASCII, not empty, without spaces at its ends: set"
+                    f" POLARNODE_{name.upper()} to a random one, or unset it"
+                )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key belong together: give both, or neither")
         if not is_loopback(self.host):

@@ -12,7 +12,7 @@ from quart_trio import QuartTrio
 from polarnode.api.app import Extension, control_plane
 from polarnode.cli import fleet, fleet_run, main
 from polarnode.fleet.config import FleetConfig
-from polarnode.fleet.front import open_front
+from polarnode.fleet.front import Front, open_front
 from polarnode.fleet.routes import FrontRoutes, exposition, fleet_status
 from polarnode.fleet.serving import ask_again, listed
 from polarnode.fleet.streams import StreamRoutes
@@ -24,6 +24,8 @@ def test_what_cannot_work_is_one_sentence() -> None:
         ([], "name the nodes"),
         (["--nodes", "10.0.0.5"], "give addresses such as"),
         (["--nodes", "http://a:1", "--host", "0.0.0.0"], "set POLARNODE_TOKEN"),
+        (["--nodes", "http://a:1", "--token", ""], "token must be printable ASCII, not empty"),
+        (["--nodes", "http://a:1", "--node-token", " x"], "node_token must be printable ASCII"),
     ):
         found = CliRunner().invoke(main, ["fleet", *arguments], env={"POLARNODE_TOKEN": ""})
         assert found.exit_code == 1, found.output
@@ -52,8 +54,11 @@ async def test_the_list_of_nodes_is_asked_again(tmp_path: Path, monkeypatch: pyt
     }
 
 
-def app_of(front: object) -> QuartTrio:
-    rows = (*FrontRoutes(front=front).rows(), *StreamRoutes(front=front).rows())  # type: ignore[arg-type]
+def app_of(front: Front) -> QuartTrio:
+    rows = (
+        *FrontRoutes(front=front).rows(),
+        *StreamRoutes(roster=front.roster, nursery=front.nursery).rows(),
+    )
     return control_plane((), token=None, extensions=(Extension(rows=rows),))
 
 

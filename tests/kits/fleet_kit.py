@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -17,9 +18,15 @@ from attrs import define, field
 KIT = Path(__file__).parent
 
 
+PORTS = range(20_000, 32_000)  # below those that connections to elsewhere get
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """A port that a node has again after its death: no connection takes it meanwhile."""
+    while True:
+        port = secrets.choice(PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @define(eq=False, kw_only=True)
