@@ -83,7 +83,8 @@ def _publish(plane: Plane, chance: random.Random) -> list[str]:
 
 
 def reader(folder: str, url: str, consumer: str) -> None:
-    """Reads for ever. What comes is a line of `CONSUMER.came`, what was new of `CONSUMER.learned`."""
+    """Reads for ever. What comes is a line of `CONSUMER.came`, what was new of `CONSUMER.learned`; groups with
+    their members are in `CONSUMER.groups`."""
     text = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
     told: dict[str, Any] = {}
     exec(text, told)
@@ -93,6 +94,9 @@ def reader(folder: str, url: str, consumer: str) -> None:
     def noting(line: bytes) -> Any:
         event = read_json(line)
         note(came, f"{os.getpid()}-{stream} {event['seq']} {event['key']} {hashlib.sha256(line).hexdigest()}")
+        if "group" in event:
+            members = [[each["sample_index"], each["session_id"]] for each in event["group"]["sessions"]]
+            note(Path(folder, f"{consumer}.groups"), json.dumps([event["key"], members]))
         return event
 
     json.loads = noting  # type: ignore[assignment]  # the page's own name for it: what it reads is noted before it may be killed
