@@ -286,11 +286,13 @@ class Front:
 
     def _seen(self) -> Seen:
         members = self.roster.members.values()
+        # asked of each task: a search of the roster for each would be most of the decision's time
+        there = {each.journal for each in members if each.state not in ("gone", "left")}
         return Seen(
             rows={
                 each.journal: each.rows.values() for each in members if each.rows is not None and each.answers
             },
-            gone=self.roster.gone,
+            gone=lambda journal: journal not in there and self.roster.gone(journal),
             leaving={each.journal for each in members if each.state == "draining"},
             choose=self._second,
             term=self.term,
