@@ -127,7 +127,7 @@ def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan
     heir = _heir(seen, by_journal, owner)
     if heir is not None:
         row = by_journal[heir]
-        found[heir].adopt.append(_next(seen, row, seen.choose(row.task_id, heir)))
+        found[heir].adopt.append(_next(seen, row, heir, seen.choose(row.task_id, heir)))
         return
     if owner is None:
         _drop_unbegun(seen, by_journal, found)
@@ -146,7 +146,7 @@ def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan
     ):
         chosen = seen.choose(mine.task_id, owner)
         if chosen and chosen != mine.second:
-            found[owner].seconds.append(_next(seen, mine, chosen))
+            found[owner].seconds.append(_next(seen, mine, owner, chosen))
     for journal, row in by_journal.items():
         if journal == owner or row.epoch > mine.epoch:
             continue
@@ -204,10 +204,12 @@ def _drop_unbegun(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str
             found[journal].drop.append(Drop(task_id=row.task_id, epoch=row.epoch))
 
 
-def _next(seen: Seen, row: CopyRow, second: str) -> Adoption:
+def _next(seen: Seen, row: CopyRow, journal: str, second: str) -> Adoption:
     known = seen.known.get(row.task_id, row)
     last = max(row.epoch, known.epoch)
     epoch = Epoch(max(seen.term, last.term), max(row.epoch.number, last.number) + 1)
+    if known.epoch > row.epoch and known.second in seen.rows and known.second not in (second, journal):
+        second = known.second  # a home that hangs finds the later epoch there, before it tells anybody
     return Adoption(task_id=row.task_id, epoch=epoch, second=second)
 
 

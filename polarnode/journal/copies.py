@@ -178,8 +178,11 @@ def _drop(db: sqlite3.Connection, *, task_id: str, epoch: Epoch) -> None:
     row = _role_of(db, task_id)
     if row is None or row[1] > epoch or (row[0] != "second" and _open_sessions(db, task_id)):
         return
-    if row[0] == "former":
-        db.execute("UPDATE copies SET home = '', second = '' WHERE task_id = ?", (task_id,))
+    own = db.execute("SELECT 1 FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
+    if row[0] == "former" or (row[0] == "second" and own is not None):
+        # without a row the task would look like one that began and ended here
+        former = "UPDATE copies SET role = 'former', home = '', second = '' WHERE task_id = ?"
+        db.execute(former, (task_id,))
     else:
         db.execute("DELETE FROM copies WHERE task_id = ?", (task_id,))
     db.execute("DELETE FROM commits WHERE task_id = ?", (task_id,))

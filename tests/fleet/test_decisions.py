@@ -244,6 +244,11 @@ def test_an_old_home_waits_for_those_that_know_more() -> None:
     # C answers and has nothing: B told nobody anything
     resumed = plans(seen({A: [old], C: []}, {B}, known=known.known))
     assert resumed[A].own == ["t"]
+    # and C, whoever else is there, is asked first: B, when it goes on, finds the later epoch at C
+    others = {f"j{number:016x}": list[CopyRow]() for number in range(9)}
+    mine = row("t", "home", 0, A, B)
+    seconds = plans(seen({A: [mine], C: [], **others}, {B}, known=known.known))
+    assert seconds[A].seconds == [Adoption(task_id="t", epoch=Epoch(3, 2), second=C)]
     # A stands alone with a copy that B never took over: the next epoch is above the one that was ordered
     kept = row("t", "second", 0, B, A)
     adopted = plans(seen({A: [kept], C: []}, {B}, known=known.known))

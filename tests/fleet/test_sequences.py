@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from attrs import evolve
 from homes_kit import Fleet, Hollow, task, three, until
 
 from polarnode.client.values import ClientError
 from polarnode.core.fleet import Adoption, CopyRow, Epoch, TermOrder
 from polarnode.journal.check import check_journal
+from polarnode.journal.copies import copy_of
 
 pytestmark = pytest.mark.trio
 
@@ -432,5 +434,12 @@ async def test_a_home_that_is_stopped_leaves_its_places_open(tmp_path: Path) -> 
         await until(retired)
         await a.call("DELETE", drop)
         assert (await a.node.homes.rows()).tasks == ()
+        # a second home again, and dropped again: what it was before does not look like the task's own end
+        copy = await b.node.journal.query(copy_of, "t1")
+        later = evolve(copy[1], epoch=Epoch(1, 2), second=a.journal)
+        await fleet.copy("a", later, "second")
+        assert (await row_of(a)).role == "second"
+        await a.call("DELETE", drop)
+        assert (await row_of(a)).role == "former"
         await fleet.check_group(2)
         await is_sound(fleet, "a", "b", "c")
