@@ -23,7 +23,6 @@ from attrs import field, frozen
 from hypercorn.typing import HTTPScope
 from quart import Response, request
 from quart_trio import QuartTrio
-from quart_trio.wrappers import TrioRequest
 from werkzeug.exceptions import HTTPException
 
 from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
@@ -228,8 +227,6 @@ __all__ = ["EVERY", "Operation", "Where", "document"]
 # ── the app ─────────────────────────────────────────────────────────────────────────────────────────
 
 BODY_BYTES = 64 << 20  # room for a task with its workspace as base64 files; larger files belong in an image
-# a node's result for its second home, whose extras may take as much as the setting carried_mb allows
-RESULTS, RESULT_BYTES = re.compile(r"/v1/fleet/tasks/[^/]+/places/"), 512 << 20
 # whose answers last as long as their readers like: Polar's is `/events`
 STREAMS = ("/v1/trajectories/stream", "/events")
 STREAM_RETRY_S = 10.0  # between tries to open one more stream than the socket has places for
@@ -249,15 +246,6 @@ class Extension:
     operations: Mapping[Where, Operation] = field(factory=dict)
     token_headers: tuple[str, ...] = ()
     basic: bool = False
-
-
-class PlaneRequest(TrioRequest):
-    """A request, with a limit of its own for the body of a result."""
-
-    def __init__(self, method: str, scheme: str, path: str, *args: Any, **more: Any) -> None:
-        if RESULTS.match(path):
-            more["max_content_length"] = RESULT_BYTES
-        super().__init__(method, scheme, path, *args, **more)
 
 
 def create_app(
@@ -289,7 +277,6 @@ def control_plane(
     """
     extensions = tuple(extensions)
     app = QuartTrio("polarnode.control_plane", static_folder=None)
-    app.request_class = PlaneRequest
     app.url_map.merge_slashes = False  # else a path with // is answered by a redirect, in HTML
     app.config.update(
         RESPONSE_TIMEOUT=None,

@@ -19,7 +19,7 @@ from polarnode.core.codec.tasks import task_json
 from polarnode.core.errors import Refused
 from polarnode.core.fleet import AdoptOrder, CopyOrder, CopyRows, Epoch, NodeReport, ResumeOrder, TermOrder
 from polarnode.core.status import Submitted
-from polarnode.http.asgi import RouteRow, body_bytes, body_json
+from polarnode.http.asgi import RouteRow, body_json
 from polarnode.journal.journal import Journal
 from polarnode.rollouts.second_homes import SecondHomes
 
@@ -126,7 +126,8 @@ class FleetRoutes:
         return json_response(plain(CopyRows(tasks=() if left is None else (left,))))
 
     async def commit(self, task_id: str, place: int) -> Response:
-        data = await body_bytes()
+        # piece by piece: the bodies of PUT are received no faster than they are read
+        data = b"".join([piece async for piece in request.body])
         found = await self.node.homes.commit(
             task_id,
             place,

@@ -143,6 +143,14 @@ async def test_a_fact_without_its_trajectory_fills_no_place(tmp_path: Path) -> N
             assert found["session_id"] == session
 
 
+async def test_a_result_may_be_large(tmp_path: Path) -> None:
+    """Its extras may be as large as carried_mb allows."""
+    async with three(tmp_path, "a") as fleet:
+        path = "/v1/fleet/tasks/t1/places/0?session=s1&epoch_term=1&epoch_number=0"
+        answer = await fleet["a"].link.ask("PUT", path, body=bytes(65 << 20))
+        assert answer.status == 410, answer.body[:200]  # it was read: it is no result
+
+
 async def test_home_is_stopped_between_check_and_commit(tmp_path: Path) -> None:
     """What it does behind the fence is refused, and becomes attempts."""
     async with three(tmp_path) as fleet:
