@@ -104,11 +104,29 @@ class FleetWeightsRoutes:
             words = await weights.enough(
                 reached, "POST", "/v1/weights", lambda each: {"value": sent.get(each.link.url, body)}
             )
+            if source.get("kind") == "disk":
+                words = await self._from_peers(words, body)
         finally:
             if held:  # agents wait, also where the front ends
                 with trio.move_on_after(RESUME_S, shield=True):
                     await weights.ask(reached, "POST", "/v1/engine/resume")
         return self._settled(members, words, body)
+
+    async def _from_peers(self, words: Words, body: dict[str, Any]) -> Words:
+        """The answers, after nodes that do not see the folder took the files from one that does."""
+        found = took(words)
+        if not found:
+            return words
+
+        async def one(member: Member, answer: Answer) -> None:
+            found.append((member, await self.weights.pulled(member, body) or answer))
+
+        async with trio.open_nursery() as nursery:
+            for member, answer in words:
+                if answer.status in (400, 409):
+                    nursery.start_soon(one, member, answer)
+        asked = [member for member, _ in found]
+        return found + [each for each in words if each[0] not in asked]
 
     def _settled(self, members: Sequence[Member], words: Words, body: Mapping[str, Any]) -> Response:
         """The answer to an update, which is what all nodes shall serve now unless all refused it."""

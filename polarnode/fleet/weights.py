@@ -222,10 +222,11 @@ class FleetWeights:
         if self.paused is not None and not state["paused"]:
             await member.link.ask("POST", "/v1/engine/pause", value=self.paused)
         if self.desired is not None and state["version"] != self.desired["version"]:
-            if self.desired["source"]["kind"] != "disk":
-                member.problem = f"weights {self.desired['version']!r} are on no disk: send the next version"
-                return False
-            answer = await member.link.ask("POST", "/v1/weights", value=self.desired, timeout_s=UPDATE_S)
+            answer = silent(Unreachable(f"weights {self.desired['version']!r} are on no disk"))
+            if self.desired["source"]["kind"] == "disk":
+                answer = await member.link.ask("POST", "/v1/weights", value=self.desired, timeout_s=UPDATE_S)
+            if answer.status >= 300:
+                answer = await self.pulled(member, self.desired) or answer
             if answer.status >= 300:
                 member.problem = str(answer.error)
                 return False
@@ -236,6 +237,25 @@ class FleetWeights:
                     member.problem = str(answer.error)
                     return False
         return True
+
+    async def pulled(self, member: Member, order: Mapping[str, Any]) -> Answer | None:
+        """The answer of a node that takes a version's files from a peer; None where no peer serves it."""
+        answer = None
+        for peer in self.front.roster.in_state("up"):
+            if peer is member or peer.report is None:
+                continue
+            try:
+                found = await peer.link.ask("GET", "/v1/fleet/weights")
+                if found.status >= 300 or found.json["version"] != order["version"]:
+                    continue
+                where = {"url": peer.link.url, "certificate": peer.link.certificate}
+                value = {"version": order["version"], "mode": order.get("mode", "in_place"), **where}
+                answer = await member.link.ask("POST", "/v1/fleet/weights", value=value, timeout_s=UPDATE_S)
+            except Unreachable as error:
+                answer = silent(error)
+            if answer.status < 300:
+                return answer
+        return answer
 
     def _learn(self, history: Sequence[Mapping[str, Any]]) -> None:
         """What a front before this one had a node serve, if it is newer than what is known."""

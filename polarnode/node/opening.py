@@ -45,6 +45,7 @@ from polarnode.engine.settings import (
     unrouted,
 )
 from polarnode.engine.weights import Weights, last_weights, open_weights
+from polarnode.fleet.weight_files import WeightFiles
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
@@ -560,6 +561,8 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         *CaptureRoutes(captures=node.captures).rows(),
         *EvaluationRoutes(evaluations=node.evaluations).rows(),
         *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
+        *FleetRoutes(node=node).rows(),
+        *WeightFiles(node.weights, Path(node.config.state_dir), node.config.token).rows(),
     )
     config = node.config
     guard = BrowserGuard(
@@ -571,7 +574,7 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         guard=guard,
         sessions_dir=_sessions_dir(config),
         extensions=(
-            Extension(rows=(*rows, *FleetRoutes(node=node).rows())),
+            Extension(rows=rows),
             polar_extension(node),
             sglang_extension(
                 node,

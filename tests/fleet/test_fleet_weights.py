@@ -144,18 +144,39 @@ async def test_a_late_node_takes_no_tasks_until_it_has_caught_up(tmp_path: Path)
         assert await fleet.served() == ["7", "7", "7"]
 
 
-async def test_too_few_nodes_are_an_error_and_the_next_request_mends_it(tmp_path: Path) -> None:
+async def test_too_few_nodes_are_an_error_and_sending_it_again_mends_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as fleet:
-        own = copytree(TINY_MODEL, tmp_path / "copy")
-        first = await fleet.planes[0].node.post("/v1/weights", new("7"))
-        assert first.status == 201
-        answer = await fleet.trainer.post("/v1/weights", new("7", own))
+        late = fleet.front.roster.members[fleet.planes[1].node.url]
+        late.link.url = "http://127.0.0.1:9"
+        answer = await fleet.trainer.post("/v1/weights", new("7"))
         assert answer.status == 503, answer.text
-        assert "n0" in answer.json()["error"]["message"]
-        answer = await fleet.trainer.post("/v1/weights", new("8", own))
-        assert answer.status == 201, answer.text
-        assert await fleet.served() == ["8", "8"]
+        assert "n1" in answer.json()["error"]["message"]
+        assert [each.name for each in fleet.front.roster.in_state("stale")] == ["n1"]
+        late.link.url = fleet.planes[1].node.url
+        assert (await fleet.trainer.post("/v1/weights", new("7"))).status == 201
+        assert await fleet.served() == ["7", "7"]
         assert not fleet.front.roster.in_state("stale")
+
+
+async def test_a_node_that_does_not_see_the_folder_takes_the_files_from_a_peer(tmp_path: Path) -> None:
+    async with opened(tmp_path) as fleet:
+        first, second = fleet.front.roster.members.values()
+        own = copytree(TINY_MODEL, tmp_path / "copy")
+        assert (await fleet.planes[0].node.post("/v1/weights", new("7", own))).status == 201
+        assert await fleet.weights.bring(first)
+        fleet.weights.want({**(fleet.weights.desired or {}), "source": disk(tmp_path / "elsewhere")})
+        second.state = "joining"
+        assert await fleet.weights.bring(second)
+        second.state = "up"
+        assert await fleet.served() == ["7", "7"]
+        (copy,) = (tmp_path / "n1" / "weights").iterdir()
+        assert {each.name: each.read_bytes() for each in copy.iterdir()} == {
+            each.name: each.read_bytes() for each in own.iterdir() if each.is_file()
+        }
+        again = await fleet.trainer.post("/v1/weights", new("7", own))
+        assert again.status == 200, again.text
+        assert (await fleet.trainer.post("/v1/weights", new("8", own))).status == 201
+        assert await fleet.served() == ["8", "8"]
 
 
 async def test_a_new_front_learns_what_the_nodes_serve_and_a_joiner_gets_it(tmp_path: Path) -> None:

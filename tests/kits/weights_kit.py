@@ -24,6 +24,7 @@ from polarnode.engine.memory import EngineControl
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.engine.weights import Weights, open_weights
+from polarnode.fleet.weight_files import WeightFiles
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
@@ -73,7 +74,12 @@ async def open_weights_plane(
         sglang = sglang_extension(node, weights=weights, control=control, adapters=store, memory_saver=False)
         reports: list[str] = []
         await store.restore(reports.append)
-        rows = (*WeightsRoutes(weights=weights, control=control).rows(), *AdapterRoutes(store=store).rows())
+        files = WeightFiles(weights, journal_path.parent, "secret")
+        rows = (
+            *WeightsRoutes(weights=weights, control=control).rows(),
+            *AdapterRoutes(store=store).rows(),
+            *files.rows(),
+        )
         app = create_app(node, token="secret", extensions=[Extension(rows=rows), sglang])
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             yield Plane(
