@@ -21,6 +21,7 @@ from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front, open_front
 from polarnode.fleet.routes import FrontRoutes
+from polarnode.fleet.service import polar_routes
 from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.streams import StreamRoutes
 from polarnode.fleet.weights import FleetWeights
@@ -158,7 +159,7 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         guard = BrowserGuard(
             bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
         )
-        extensions = (Extension(rows=rows), FleetSglang(weights=weights).extension())
+        extensions = (Extension(rows=rows), FleetSglang(weights=weights).extension(), polar_routes(front))
         app = control_plane((), token=config.token, guard=guard, extensions=extensions)
         listener = Address(host=config.host, port=config.port)
         async with open_server(

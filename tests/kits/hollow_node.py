@@ -71,12 +71,13 @@ class HollowImages:
 
 
 def hollow(sessions: LiveSessions) -> fakes_runtime.Program:
-    """The harness `hollow SECONDS KILOBYTES`."""
+    """The harness `hollow SECONDS KILOBYTES`, also as the command of a shell."""
 
     async def program(call: fakes_runtime.Call) -> int:
         live = sessions.by_key(call.env["OPENAI_API_KEY"])
         assert live is not None
-        seconds, kilobytes = float(call.argv[1]), float(call.argv[2])
+        words = call.argv if call.argv[0] == "hollow" else call.argv[-1].split()
+        seconds, kilobytes = float(words[1]), float(words[2])
         await trio.sleep(seconds)
         _record(live, max(1, int(kilobytes * 1000 / BYTES_A_TOKEN)))
         call.runtime.files["/work/answer"] = b"42"
@@ -126,7 +127,8 @@ async def open_hollow(config: NodeConfig) -> AsyncIterator[tuple[Any, Any]]:
             node = await stack.enter_async_context(opening.open_node(config, report=lambda text: None))
         finally:
             vars(opening).update(usual)
-        node.runtimes.programs["hollow"] = hollow(made[0])  # type: ignore[attr-defined]
+        programs = node.runtimes.programs  # type: ignore[attr-defined]
+        programs["hollow"] = programs["bash"] = hollow(made[0])
         yield node, await stack.enter_async_context(opening.serve_control_plane(node))
 
 
