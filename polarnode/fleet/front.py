@@ -86,6 +86,9 @@ class Front:
     _attended: dict[str, trio.CancelScope] = field(factory=dict)
     _submitting: dict[str, trio.Lock] = field(factory=dict)
     _placing: set[str] = field(factory=set)
+    # homes of tasks that were answered, and are not in the rows known of their homes yet: until then nothing
+    # is decided about a task, because its copy would look like one that never began
+    _begun: dict[str, str] = field(factory=dict)
     _news: trio.Event = field(factory=trio.Event)  # decisions are due
 
     # ── the roster ────────────────────────────────────────────────────────────
@@ -288,6 +291,10 @@ class Front:
         members = self.roster.members.values()
         # asked of each task: a search of the roster for each would be most of the decision's time
         there = {each.journal for each in members if each.state not in ("gone", "left")}
+        answering = {each.journal: each.rows or {} for each in members if each.answers}
+        for task_id, home in [*self._begun.items()]:
+            if home not in answering or task_id in answering[home]:
+                del self._begun[task_id]
         return Seen(
             rows={
                 each.journal: each.rows.values() for each in members if each.rows is not None and each.answers
@@ -296,7 +303,7 @@ class Front:
             leaving={each.journal for each in members if each.state == "draining"},
             choose=self._second,
             term=self.term,
-            busy=self._placing,
+            busy=self._placing | self._begun.keys(),
             known=self.homes.known,
             ended=self.homes.ended,
         )
@@ -402,6 +409,7 @@ class Front:
                 keep = evolve(order, role="second")
                 await second.link.call("POST", "/v1/fleet/tasks", value=_order_json(keep))
             answer = await member.link.call("POST", "/v1/fleet/tasks", value=_order_json(order))
+            remember(self._begun, copy.task_id, copy.home, most=REMEMBERED)
         except Unreachable as error:
             raise Busy(f"a node went away while it took the task: {error}", retry_after=1.0) from error
         except ClientError as error:

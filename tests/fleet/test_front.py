@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -12,6 +13,7 @@ from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front
+from polarnode.fleet.link import Link
 from polarnode.fleet.serving import serve_front
 
 
@@ -157,3 +159,26 @@ async def test_a_cancelled_task_stays_cancelled_when_its_node_dies(tmp_path: Pat
         await read(client, reader, {task_id: 4}, "trainer")
         reader.check({task_id: 4})
         assert {each["status"] for each in reader.events[f"group:{task_id}"]["sessions"]} == {"cancelled"}
+
+
+async def test_no_copy_of_an_accepted_task_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front decides between a home's answer and its next report, which is the first to have the task."""
+    dropped: list[str] = []
+    usual = Link.call
+
+    async def call(link: Link, method: str, path: str, **more: Any) -> Any:
+        if method == "DELETE":
+            dropped.append(path)
+        return await usual(link, method, path, **more)
+
+    monkeypatch.setattr(Link, "call", call)
+    async with hollow_nodes(tmp_path, 2) as nodes, fleet(nodes, tmp_path) as (front, client):
+        await until_up(front, 2)
+        for number in range(12):
+            await client.submit(hollow_task(seconds=60.0, task_id=f"t{number}"))
+            await trio.sleep(0.03)
+        await trio.sleep(2.5)
+        assert not dropped
+        assert all(len(member.rows or {}) == 12 for member in front.roster.members.values())
