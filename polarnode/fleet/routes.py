@@ -134,7 +134,7 @@ class FrontRoutes:
         return passed(await self._ask_for(session_id, "GET"))
 
     async def end_capture(self, session_id: str) -> Response:
-        body = await _sent_body()
+        body = await sent_body()
         return passed(await self._ask_for(session_id, "DELETE", body))
 
     async def _ask_for(self, session_id: str, method: str, body: bytes | None = None) -> Answer:
@@ -178,7 +178,7 @@ class FrontRoutes:
 
     async def begin_capture(self) -> Response:
         """Placed on a node, and answered with that node's address; all of one task on the same node."""
-        body = await _sent_body() or b"{}"
+        body = await sent_body() or b"{}"
         value = read_json(body)
         task_id = value.get("task_id") if isinstance(value, dict) else None
         member = await self.front.find(task_id) if isinstance(task_id, str) else None
@@ -232,7 +232,7 @@ class FrontRoutes:
         return json_response(_joined_evaluation(found))
 
     async def score(self) -> Response:
-        body = await _sent_body()
+        body = await sent_body()
         path = path_of_request()
         return passed(
             await self._any().link.ask("POST", path, body=body, headers=JSON_BODY, timeout_s=SCORE_S)
@@ -273,7 +273,7 @@ class FrontRoutes:
         return json_response({"ready": ready}, 200 if ready else 503)
 
 
-async def _sent_body() -> bytes:
+async def sent_body() -> bytes:
     body = await request.get_data(as_text=False)
     return body if isinstance(body, bytes) else body.encode()
 

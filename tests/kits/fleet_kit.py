@@ -126,6 +126,11 @@ class Reader:
 
     def check(self, tasks: dict[str, int]) -> None:
         """Every task's group came, each of its places is filled once, and its sessions were delivered."""
+        held: dict[tuple[str, int], str] = {}
+        for key, each in self.events.items():
+            if key.startswith("trajectory:"):
+                place = (each["task_id"], each["sample_index"])
+                assert held.setdefault(place, each["session_id"]) == each["session_id"], f"{place} is doubled"
         for task_id, samples in tasks.items():
             group = self.events.get(f"group:{task_id}")
             assert group is not None, f"the group of {task_id} did not come"
