@@ -5,17 +5,19 @@ decisions. What names a session goes to the node that has it; what names neither
 """
 
 from collections.abc import AsyncIterator, Iterator
+from math import ceil
 from typing import Any, Final
 from urllib.parse import quote
 
 import trio
 from attrs import frozen
 from quart import Response, request
+from quart_trio import QuartTrio
 
 from polarnode.api.query import PARQUET, Query, read_query
-from polarnode.api.service import NotFound, json_response
+from polarnode.api.service import NotFound, error_json, json_response
 from polarnode.client.requests import JSON_BODY
-from polarnode.client.values import ClientError
+from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.json import plain, read_json
 from polarnode.core.codec.tasks import MAX_EVALUATED, read_evaluation, read_task
 from polarnode.core.conversation import Json
@@ -46,6 +48,22 @@ def passed(answer: Answer) -> Response:
     }
     kind = answer.headers.get("content-type", "application/json")
     return Response(answer.body, answer.status, headers, content_type=kind)
+
+
+def answer_nodes_errors(app: QuartTrio) -> None:
+    """Answer what a node refuses as the node does, and 503 for one that does not answer."""
+
+    async def refused(error: ClientError) -> Response:
+        await trio.lowlevel.checkpoint()
+        wait = {} if error.retry_after is None else {"Retry-After": str(ceil(error.retry_after))}
+        return json_response(error_json(error.type, str(error), error.path), error.status, wait)
+
+    async def unreachable(error: Unreachable) -> Response:
+        await trio.lowlevel.checkpoint()
+        return json_response(error_json("unreachable", str(error)), 503, {"Retry-After": str(ceil(BUSY_S))})
+
+    app.register_error_handler(ClientError, refused)
+    app.register_error_handler(Unreachable, unreachable)
 
 
 def path_of_request() -> str:

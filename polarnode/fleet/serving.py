@@ -20,7 +20,7 @@ from polarnode.core.errors import ConfigError
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front, open_front
-from polarnode.fleet.routes import FrontRoutes
+from polarnode.fleet.routes import FrontRoutes, answer_nodes_errors
 from polarnode.fleet.service import polar_routes
 from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.streams import StreamRoutes
@@ -161,6 +161,7 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         )
         extensions = (Extension(rows=rows), FleetSglang(weights=weights).extension(), polar_routes(front))
         app = control_plane((), token=config.token, guard=guard, extensions=extensions)
+        answer_nodes_errors(app)
         listener = Address(host=config.host, port=config.port)
         async with open_server(
             app, listener, connections=CONTROL_CONNECTIONS, certificate=certificate

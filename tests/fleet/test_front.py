@@ -70,8 +70,9 @@ async def test_three_nodes_are_one_to_their_trainer(tmp_path: Path) -> None:
             tasks[found.task_id] = 4
         again = await client.submit(hollow_task(seconds=0.5, task_id="t0"))
         assert not again.created
-        with pytest.raises(ClientError, match="was submitted before with another body"):
+        with pytest.raises(ClientError, match="was submitted before with another body") as caught:
             await client.submit(hollow_task(seconds=0.6, task_id="t0"))
+        assert caught.value.status == 409
         reader = Reader()
         await read(client, reader, tasks, "trainer")
         reader.check(tasks)
