@@ -304,6 +304,7 @@ class Front:
             choose=self._second,
             term=self.term,
             busy=self._placing | self._begun.keys(),
+            complete=all(each.answers for each in members),
             known=self.homes.known,
             ended=self.homes.ended,
         )

@@ -97,6 +97,7 @@ class Seen:
     known: Mapping[str, CopyRow] = field(factory=dict)
     ended: Collection[str] = ()
     leaving: Collection[str] = ()  # journals that keep no more copies
+    complete: bool = False  # every node of the roster answers
 
 
 def plans(seen: Seen) -> dict[str, Plan]:
@@ -136,6 +137,8 @@ def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan
     second = by_journal.get(mine.second)
     if mine.waiting:
         found[owner].own.append(mine.task_id)
+    elif mine.acknowledged:
+        _drop_settled(seen, by_journal, owner, found)
     elif (
         seen.gone(mine.second)
         or mine.second in seen.leaving
@@ -195,6 +198,15 @@ def _heir(seen: Seen, by_journal: Mapping[str, CopyRow], owner: str | None) -> s
     if owner is not None and by_journal[owner].epoch >= by_journal[heir].epoch:
         return None
     return heir
+
+
+def _drop_settled(seen: Seen, by_journal: Mapping[str, CopyRow], owner: str, found: dict[str, Plan]) -> None:
+    """A task that everybody has. Its rows stay while a node is away that may think it its own."""
+    if not seen.complete or any(row.role == "home" for each, row in by_journal.items() if each != owner):
+        return
+    mine = by_journal[owner]
+    for journal in {owner, mine.second} & found.keys():
+        found[journal].drop.append(Drop(task_id=mine.task_id, epoch=mine.epoch))
 
 
 def _drop_unbegun(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan]) -> None:

@@ -87,6 +87,7 @@ class SecondHomes(Homes):
     changes: int = 0  # of what GET /v1/fleet/tasks answers
     _born: str = field(factory=new_session_id)
     _tasks: dict[str, _Task] = field(factory=dict)
+    _acknowledged: set[str] = field(factory=set, init=False)  # tasks of `CopyRow.acknowledged`
     _held: dict[str, str] = field(factory=dict)  # tasks by session, of results that can be settled now
     _serving: set[str] = field(factory=set)
     _changed: trio.Event = field(factory=trio.Event)
@@ -153,7 +154,9 @@ class SecondHomes(Homes):
     async def rows(self, task_id: str | None = None, key: str | None = None) -> CopyRows:
         await self.journal.flushed()
         waiting = {name for name, task in self._tasks.items() if task.waiting}
-        return CopyRows(tasks=await self.journal.query(copies.copy_rows, waiting, task_id, key))
+        found = await self.journal.query(copies.copy_rows, waiting, task_id, key)
+        acknowledged = self._acknowledged
+        return CopyRows(tasks=tuple(evolve(row, acknowledged=row.task_id in acknowledged) for row in found))
 
     async def row_or_none(self, task_id: str) -> CopyRow | None:
         return next(iter((await self.rows(task_id)).tasks), None)
@@ -195,6 +198,7 @@ class SecondHomes(Homes):
         dropped = row is None or row.home == "" or row.epoch == Epoch(0, 0)
         if dropped and not self._in_use(task_id):
             self._tasks.pop(task_id, None)
+            self._acknowledged.discard(task_id)
         return row
 
     def _in_use(self, task_id: str) -> bool:
@@ -572,6 +576,11 @@ class SecondHomes(Homes):
             if task is None or task.role != "home" or task.second in silent or self._in_use(task_id):
                 continue
             epoch = task.epoch
+            if epoch.number:  # an earlier home may come back: the front knows when none is left
+                if task_id not in self._acknowledged:
+                    self._acknowledged.add(task_id)
+                    self._change()
+                continue
             if task.second:
                 at = {"term": self.term, "epoch_term": epoch.term, "epoch_number": epoch.number}
                 path = f"{FLEET}/{quote(task_id)}?{urlencode(at)}"

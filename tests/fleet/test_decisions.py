@@ -268,3 +268,14 @@ def test_a_task_that_its_readers_have_is_not_begun_again() -> None:
     assert found[A].moved[0].epoch == Epoch(1, 1)
     stale = row("t", "second", 0, B, C)
     assert plans(seen({C: [stale]}, {A, B}, known=known.known, ended=known.ended))[C].drop
+
+
+def test_an_adopted_task_is_remembered_while_its_first_home_is_away() -> None:
+    adopted = row("t", "home", 1, B, C, finished=True, acknowledged=True)
+    rows = {B: [adopted], C: [row("t", "second", 1, B, C)]}
+    assert plans(seen(rows, {A})) == {}
+    assert plans(seen(rows, {A, C} | {""})) == {}, "nothing more is copied of it"
+    back = rows | {A: [row("t", "home", 0, A, B, waiting=True)]}
+    assert set(plans(seen(back, complete=True))) == {A}
+    told = rows | {A: []}
+    assert set(plans(seen(told, complete=True))) == {B, C}
