@@ -11,7 +11,7 @@ it may.
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 import trio
@@ -44,19 +44,14 @@ from polarnode.rollouts.session import Session
 
 logger = logging.getLogger(__name__)
 
-# after a second home that did not answer, or cannot take a result yet: a node that is back is used soon, and
-# one that is gone costs a refused connection every two seconds
+# after a second home that did not answer: one that is gone costs a refused connection every two seconds
 PAUSES: Final = Backoff(first_s=0.1, longest_s=2.0)
 DROP_S: Final = 2.0  # between looks at finished tasks whose copies can go: nobody waits for it
 FLEET: Final = "/v1/fleet/tasks"
 
 
-class AskPeer(Protocol):
-    """One request to another node of the fleet: its status and JSON; None when there was no whole answer."""
-
-    def __call__(
-        self, peer: Peer, method: str, path: str, *, value: object = None, body: bytes | None = None
-    ) -> Awaitable[tuple[int, Any] | None]: ...
+# One request to another node of the fleet (`node.peers`): its status and JSON; None without a whole answer
+AskPeer = Callable[..., Awaitable[tuple[int, Any] | None]]
 
 
 @define(eq=False)
@@ -594,8 +589,6 @@ class SecondHomes(Homes):
                     continue
             if task.epoch == epoch:
                 await self.drop(task_id, epoch)
-
-    # ── changes ───────────────────────────────────────────────────────────────
 
     def _change(self) -> None:
         self.changes += 1
