@@ -54,7 +54,10 @@ PAUSES: Final = Backoff(
 LOOK_S: Final = 0.5  # between looks at who is silent: a part of SUSPECT_S
 CAMPAIGN_S: Final = 1.0  # between tries to get a term: the front before holds its own while it lives
 STARTING_S: Final = 3.0  # before a task is worth sending again to a front that is not in office
-DECIDE_S: Final = 1.0  # between rounds of decisions when nothing changed: what failed is tried again
+DECIDE_S: Final = 1.0  # between rounds of decisions while something is left to do: what failed is tried again
+IDLE_S: Final = 10.0  # between rounds when nothing changed and nothing was left to do
+# between any two rounds: each looks at all tasks, a millisecond for 100, and commits change them all the time
+ROUND_S: Final = 0.2
 REMEMBERED: Final = 100_000  # sessions whose node is known without asking: 20 MB
 # for a task whose home has died to get another: a question about it is not worth an error before
 CHANGING_S: Final = 5.0
@@ -268,24 +271,28 @@ class Front:
         cancelled.
         """
         peers: object = None
+        left = True
         while True:
-            with trio.move_on_after(DECIDE_S):
+            with trio.move_on_after(DECIDE_S if left else IDLE_S):
                 await self._news.wait()
             self._news = trio.Event()
             if not self.in_office:
                 continue
+            found = plans(self._seen()) if self.roster.settled else {}
+            joining = self.roster.in_state("joining")
+            left = bool(found or joining)
             if peers != self.roster.peers():
                 peers = self.roster.peers()
                 await self.announce()
             async with trio.open_nursery() as nursery:
-                if self.roster.settled:
-                    for journal, plan in plans(self._seen()).items():
-                        member = self.roster.of_journal(journal)
-                        if member is not None:
-                            nursery.start_soon(self._carry_out, member, plan)
-                for member in self.roster.in_state("joining"):
+                for journal, plan in found.items():
+                    known = self.roster.of_journal(journal)
+                    if known is not None:
+                        nursery.start_soon(self._carry_out, known, plan)
+                for member in joining:
                     if member.answers and member.granted == self.term:
                         nursery.start_soon(self._let_in, member)
+            await trio.sleep(ROUND_S)
 
     def _seen(self) -> Seen:
         members = self.roster.members.values()

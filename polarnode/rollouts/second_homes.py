@@ -4,8 +4,7 @@ Law: no place's event gets a number here before the second home has filled the p
 session that ends is held, then committed, then published; the three are entries of the journal in this order,
 so that a kill between two of them repeats the later one. `_tasks` is what the journal has, entries that are
 on their way included: it changes in the same step that enqueues them, so nothing is awaited between a look at
-an epoch and the entry that relies on it. Clocks and fronts decide when something happens here, never whether
-it may.
+an epoch and the entry that relies on it. Clocks and fronts decide when something happens, never whether.
 """
 
 import logging
