@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import trio
+import xgrammar
 from attrs import evolve
 from fakes_engine import joined, order, sample, until_idle
 from steering_processor import forced
@@ -129,6 +130,23 @@ async def an_answer_is_json_of_its_schema(engines: Engines, model: LoadedModel) 
         assert [len(chunk.logprobs) for chunk in chunks] == [len(chunk.ids) for chunk in chunks]
         # of the constrained choice: no mask left in them
         assert all(-100 < logprob <= 0 for chunk in chunks for logprob in chunk.logprobs)
+
+
+def test_a_bounded_string_holds_no_control_character() -> None:
+    from polarnode.engine.embedded.grammars import StrictStrings  # sglang: seconds, for this test alone
+
+    info = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[255])
+    schema = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 3}}
+    grammar = StrictStrings(info).compile_json_schema(json.dumps(schema))
+    for text, taken in {
+        "a": True,
+        "aé ": True,
+        "a\t": False,
+        "a\0": False,
+        "a\x1f": False,
+        'a"b': False,
+    }.items():
+        assert xgrammar.GrammarMatcher(grammar).accept_string(f'["{text}"]') is taken, text
 
 
 async def control_tokens_are_no_text(engines: Engines, model: LoadedModel) -> None:

@@ -38,6 +38,8 @@ KEPT = 128
 # blanks in a row between two parts of JSON: a line indented four deep; without a bound a weak model writes
 # nothing else
 WHITESPACE = 9
+# a bounded string's characters in xgrammar's text of a schema, and those of JSON (RFC 8259, section 7)
+LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
 THREADS = 2  # for compiling: more would take the cores of the harnesses
 
 
@@ -120,8 +122,21 @@ def _backend(tokenizer: LoadedTokenizer, stop_ids: frozenset[int]) -> XGrammarGr
         max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt or WHITESPACE,
     )
     # its cache has no bound, ours has
-    backend.grammar_compiler = xgrammar.GrammarCompiler(info, max_threads=THREADS, cache_enabled=False)
+    backend.grammar_compiler = StrictStrings(info, max_threads=THREADS, cache_enabled=False)
     return backend
+
+
+class StrictStrings(xgrammar.GrammarCompiler):  # type: ignore[misc]  # untyped
+    """xgrammar 0.2.7 lets a string with `minLength` or `maxLength` hold raw control characters, which JSON
+    does not. In the grammar's text, their class of characters becomes that of any other string.
+    """
+
+    def compile_json_schema(self, schema: str, **more: Any) -> xgrammar.CompiledGrammar:
+        grammar = xgrammar.Grammar.from_json_schema(schema, **more)
+        text = str(grammar)
+        if LOOSE in text:
+            grammar = xgrammar.Grammar.from_ebnf(text.replace(LOOSE, STRICT))
+        return self.compile_grammar(grammar)
 
 
 class _Ready:
