@@ -22,6 +22,7 @@ from polarnode.node.config import NodeConfig
 VERBS = (
     "check",
     "run",
+    "fleet",
     "generate",
     "convert",
     "submit",
