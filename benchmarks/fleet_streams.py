@@ -27,7 +27,7 @@ from attrs import define, field
 
 from polarnode.client.scripts import Block, Decoder
 from polarnode.core.codec.json import dump_json, plain
-from polarnode.core.fleet import CopyRow, CopyRows, Epoch, Load, NodeReport
+from polarnode.core.fleet import CopyRow, CopyRows, Epoch, NodeLoad, NodeReport
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.serving import serve_front
 
@@ -57,7 +57,7 @@ class Stub:
             node=f"node-{self.number}", journal=journal(self.number), model="m", ready=True, term=1
         )
         return dump_json(plain(report)).replace(
-            dump_json(plain(Load())), dump_json(plain(Load(slots=128, live=16)))
+            dump_json(plain(NodeLoad())), dump_json(plain(NodeLoad(slots=128, live=16)))
         )
 
     def rows(self) -> bytes:

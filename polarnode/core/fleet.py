@@ -152,7 +152,7 @@ class Committed:
 
 
 @frozen(kw_only=True)
-class Load:
+class NodeLoad:
     """What placement needs to know of a node. Counts are of sessions; `session_s` is the moving average of a
     session's seconds, 0 where none has ended.
     """
@@ -178,7 +178,7 @@ class NodeReport:
     front: str = ""
     version: str | None = None  # of the weights that are served
     labels: Mapping[str, str] = field(factory=dict)
-    load: Load = field(factory=Load)
+    load: NodeLoad = field(factory=NodeLoad)
     last_seq: int = 0
     held: int = 0  # results that wait for their second home
     tasks_digest: str = ""  # changes when GET /v1/fleet/tasks does

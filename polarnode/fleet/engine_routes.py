@@ -22,8 +22,8 @@ from polarnode.api.service import json_response
 from polarnode.client.values import Unreachable
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
-from polarnode.fleet.link import Answer
-from polarnode.fleet.members import Member
+from polarnode.fleet.link import NodeAnswer
+from polarnode.fleet.members import FleetMember
 from polarnode.fleet.routes import passed
 from polarnode.fleet.updates import joined_state, payloads_of, rank_offsets
 from polarnode.fleet.weights import FleetWeights, Send, Words, report_of_all, silent, took, worst
@@ -118,7 +118,7 @@ class FleetWeightsRoutes:
         if not found:
             return words
 
-        async def one(member: Member, answer: Answer) -> None:
+        async def one(member: FleetMember, answer: NodeAnswer) -> None:
             found.append((member, await self.weights.pulled(member, body) or answer))
 
         async with trio.open_nursery() as nursery:
@@ -128,7 +128,7 @@ class FleetWeightsRoutes:
         asked = [member for member, _ in found]
         return found + [each for each in words if each[0] not in asked]
 
-    def _settled(self, members: Sequence[Member], words: Words, body: Mapping[str, Any]) -> Response:
+    def _settled(self, members: Sequence[FleetMember], words: Words, body: Mapping[str, Any]) -> Response:
         """The answer to an update, which is what all nodes shall serve now unless all refused it."""
         version = body.get("version")
         if took(words):
@@ -140,7 +140,7 @@ class FleetWeightsRoutes:
         report = report_of_all(took(words))
         return json_response(report, 201 if report["created"] else 200)
 
-    def _of_group(self, source: Mapping[str, Any], members: list[Member]) -> list[Member]:
+    def _of_group(self, source: Mapping[str, Any], members: list[FleetMember]) -> list[FleetMember]:
         """The nodes that receive: all, or those of the process group, which must all be there."""
         if source.get("kind") != "distributed":
             return members
@@ -154,7 +154,9 @@ class FleetWeightsRoutes:
             )
         return found
 
-    async def _bodies(self, body: dict[str, Any], members: Sequence[Member]) -> dict[str, dict[str, Any]]:
+    async def _bodies(
+        self, body: dict[str, Any], members: Sequence[FleetMember]
+    ) -> dict[str, dict[str, Any]]:
         """An update of handles for each node, by address."""
         ranks, buckets = await self.weights.ranks(members), body["source"].get("buckets") or []
         try:
@@ -213,7 +215,7 @@ class FleetWeightsRoutes:
         self.opened[update_id] = opened
         return json_response({**words[0][1].json, "update_id": update_id}, 201)
 
-    def _members(self, opened: _Opened) -> list[Member]:
+    def _members(self, opened: _Opened) -> list[FleetMember]:
         return [each for each in self.weights.able() if each.link.url in opened.ids]
 
     def _one_opened(self, update_id: str) -> _Opened:
@@ -222,7 +224,7 @@ class FleetWeightsRoutes:
         return self.opened[update_id]
 
     async def _end(self, opened: _Opened) -> None:
-        async def one(member: Member) -> None:
+        async def one(member: FleetMember) -> None:
             with suppress(Unreachable):
                 await member.link.ask("DELETE", f"/v1/weights/updates/{opened.ids[member.link.url]}")
 
@@ -232,9 +234,9 @@ class FleetWeightsRoutes:
 
     async def _each(self, opened: _Opened, end: str, send: Send) -> Words:
         """Ask every node of an update for its part of it, each under its own id."""
-        members, words = self._members(opened), list[tuple[Member, Answer]]()
+        members, words = self._members(opened), list[tuple[FleetMember, NodeAnswer]]()
 
-        async def one(member: Member) -> None:
+        async def one(member: FleetMember) -> None:
             path = f"/v1/weights/updates/{opened.ids[member.link.url]}/{end}"
             words.extend(await self.weights.ask([member], "POST", path, send))
 
@@ -359,7 +361,7 @@ class FleetWeightsRoutes:
         return answer
 
     def _adapted(
-        self, members: Sequence[Member], words: Words, name: str, order: dict[str, Any] | None
+        self, members: Sequence[FleetMember], words: Words, name: str, order: dict[str, Any] | None
     ) -> Response:
         if took(words):
             self.weights.adapters[name] = order

@@ -41,8 +41,8 @@ from polarnode.core.status import Submitted
 from polarnode.core.task import TaskSpec
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link, NobodyListens
-from polarnode.fleet.members import GONE_S, Member, MemberState, Roster
-from polarnode.fleet.ownership import KnownHomes, Plan, Seen, majority, owner_of, plans
+from polarnode.fleet.members import GONE_S, FleetMember, MemberState, Roster
+from polarnode.fleet.ownership import KnownHomes, NodePlan, Seen, majority, owner_of, plans
 from polarnode.fleet.placement import BUSY_S, home_of, second_of
 from polarnode.support.bounded import remember
 
@@ -82,7 +82,7 @@ class Front:
     term: int = 0
     in_office: bool = False
     lost: dict[str, int] = field(factory=dict)  # places of dead nodes that were run again, by node
-    joined: list[Callable[[Member], Awaitable[bool]]] = field(factory=list)  # asked before a node is up
+    joined: list[Callable[[FleetMember], Awaitable[bool]]] = field(factory=list)  # asked before a node is up
     homes: KnownHomes = field(factory=KnownHomes)
     nodes_of_sessions: dict[str, str] = field(factory=dict)  # journals, by session
     changed: trio.Event = field(factory=trio.Event)  # set and replaced when a member changes
@@ -103,7 +103,7 @@ class Front:
             if url not in members:
                 token = self.config.node_token or self.config.token
                 link = Link(url=url, token=token, certificate=certificate)
-                members[url] = Member(link=link, last_byte=trio.current_time())
+                members[url] = FleetMember(link=link, last_byte=trio.current_time())
                 self._attended[url] = trio.CancelScope()
                 self.nursery.start_soon(self._attend, members[url], self._attended[url])
         for url in members.keys() - urls.keys():
@@ -112,14 +112,14 @@ class Front:
                 del members[url]
                 self._note()
 
-    def _left(self, member: Member) -> bool:
+    def _left(self, member: FleetMember) -> bool:
         """Whether nothing of a node that drains is needed any more."""
         report = member.report
         if report is None or not report.draining or report.load.live or member.rows:
             return False
         return not report.status.get("unacknowledged") and member.become("left", trio.current_time())
 
-    async def _attend(self, member: Member, scope: trio.CancelScope) -> None:
+    async def _attend(self, member: FleetMember, scope: trio.CancelScope) -> None:
         failures = 0
         try:
             with scope:
@@ -129,7 +129,7 @@ class Front:
         finally:
             await member.link.close()  # noqa: ASYNC102 - bounded and shielded there
 
-    async def _tried(self, member: Member, failures: int) -> int:
+    async def _tried(self, member: FleetMember, failures: int) -> int:
         """Follow a node until that fails. Gives how often it has failed in sequence, 0 if it answered."""
         began = member.last_byte
         try:
@@ -144,7 +144,7 @@ class Front:
             member.problem = f"{member.link.url} is no node of this release: {error}"
         return failures + 1 if member.last_byte == began else 1
 
-    async def _follow(self, member: Member) -> None:
+    async def _follow(self, member: FleetMember) -> None:
         """Follow a node's reports until its feed breaks."""
         report = structure(await member.link.call("GET", "/v1/fleet"), NodeReport)
         other = self.roster.of_journal(report.journal)
@@ -163,7 +163,7 @@ class Front:
                     if isinstance(each, Block):
                         await self._reported(member, structure(read_json(each.data), NodeReport))
 
-    async def _reported(self, member: Member, report: NodeReport) -> None:
+    async def _reported(self, member: FleetMember, report: NodeReport) -> None:
         before = member.report
         member.reported(report, trio.current_time())
         if member.rows is None or before is None or before.tasks_digest != report.tasks_digest:
@@ -177,7 +177,7 @@ class Front:
             self._become(member, member.look(trio.current_time()))
         self._left(member)
 
-    def _become(self, member: Member, state: MemberState) -> None:
+    def _become(self, member: FleetMember, state: MemberState) -> None:
         before = member.state
         if member.become(state, trio.current_time()):
             why = f" ({member.problem})" if state in ("gone", "suspect") and member.problem else ""
@@ -210,19 +210,21 @@ class Front:
 
     async def _stand(self) -> None:
         reached = [each for each in self.roster.members.values() if each.report and each.state != "gone"]
+        if not majority(len(reached), len(self.roster.members), own_vote=True):
+            return  # a term that cannot be got is not worth a number
         terms = [each.report.term for each in reached if each.report is not None]
         self.term = max([self.term, await self._vote(None), *terms]) + 1
         await self._vote(self.term)
         async with trio.open_nursery() as nursery:
             for member in reached:
-                nursery.start_soon(self._give_term, member)
+                nursery.start_soon(self._isolated, self._give_term, member)
         granted = sum(each.granted == self.term for each in self.roster.members.values())
         if majority(granted, len(self.roster.members), own_vote=True):
             self.in_office = True
             logger.info("in office, term %s, by %s of %s nodes", self.term, granted, len(self.roster.members))
             self._note()
 
-    async def _give_term(self, member: Member) -> None:
+    async def _give_term(self, member: FleetMember) -> None:
         if not self.term:
             return
         order = TermOrder(term=self.term, front=self.id, peers=self.roster.peers())
@@ -244,7 +246,7 @@ class Front:
         async with trio.open_nursery() as nursery:
             for member in self.roster.members.values():
                 if member.answers:
-                    nursery.start_soon(self._give_term, member)
+                    nursery.start_soon(self._isolated, self._give_term, member)
 
     async def _vote(self, term: int | None) -> int:
         """The front's own vote: the highest term that it stood for. Its file counts below three nodes."""
@@ -288,11 +290,21 @@ class Front:
                 for journal, plan in found.items():
                     known = self.roster.of_journal(journal)
                     if known is not None:
-                        nursery.start_soon(self._carry_out, known, plan)
+                        nursery.start_soon(self._isolated, self._carry_out, known, plan)
                 for member in joining:
                     if member.answers and member.granted == self.term:
-                        nursery.start_soon(self._let_in, member)
+                        nursery.start_soon(self._isolated, self._let_in, member)
             await trio.sleep(ROUND_S)
+
+    async def _isolated(
+        self, act: Callable[..., Awaitable[None]], member: FleetMember, *more: object
+    ) -> None:
+        """The isolation edge: no answer of one node ends the front, which goes on with the others."""
+        try:
+            await act(member, *more)
+        except Exception as error:
+            member.problem = f"what it answered is not understood: {error}"
+            logger.exception("node %s was not understood", member.name)
 
     def _seen(self) -> Seen:
         members = self.roster.members.values()
@@ -320,7 +332,7 @@ class Front:
         able = [each.journal for each in self.roster.in_state("up", "stale", "joining") if each.answers]
         return second_of(task_id, home, able)
 
-    async def _carry_out(self, member: Member, plan: Plan) -> None:
+    async def _carry_out(self, member: FleetMember, plan: NodePlan) -> None:
         """Ask a node for what was decided. What fails is decided again."""
         link, term, rows = member.link, self.term, list[CopyRow]()
         for each in (*plan.adopt, *plan.seconds):
@@ -344,7 +356,7 @@ class Front:
         if member.rows is not None:
             member.rows |= {row.task_id: row for row in rows}
 
-    async def _let_in(self, member: Member) -> None:
+    async def _let_in(self, member: FleetMember) -> None:
         """A node that answered and has nothing to settle takes tasks, once it serves what it has to."""
         if any(row.waiting and not self.homes.later(row) for row in (member.rows or {}).values()):
             return
@@ -396,19 +408,19 @@ class Front:
             submitted=time.time(),
         )
         self._placing.add(task_id)
-        member.placed += spec.num_samples
+        member.sent.append((trio.current_time(), spec.num_samples))
         try:
             return await self._placed(copy, member)
         finally:
             self._placing.discard(task_id)
 
-    async def _hand_over(self, member: Member, spec: TaskSpec, key: str | None) -> Submitted:
+    async def _hand_over(self, member: FleetMember, spec: TaskSpec, key: str | None) -> Submitted:
         """The submission of a task that a node has, or of a fleet of one node, is answered by the node."""
         headers = {} if key is None else {"Idempotency-Key": key}
         answer = await member.link.call("POST", "/v1/tasks", value=task_json(spec), headers=headers)
         return self._known(structure(answer, Submitted), member)
 
-    async def _placed(self, copy: TaskCopy, member: Member) -> Submitted:
+    async def _placed(self, copy: TaskCopy, member: FleetMember) -> Submitted:
         """The copy first: a home that has begun a task has a second home for it."""
         second = self.roster.of_journal(copy.second)
         order = CopyOrder(term=self.term, role="home", copy=copy)
@@ -428,11 +440,11 @@ class Front:
                 at = {"term": self.term, "epoch_term": copy.epoch.term, "epoch_number": copy.epoch.number}
                 path = f"/v1/fleet/tasks/{quote(copy.task_id, safe='')}?{urlencode(at)}"
                 with suppress(*NEWS):  # else it is dropped as one that never began
-                    await second.link.call("DELETE", path)  # noqa: ASYNC120 - a cancelled request needs no answer
+                    await second.link.call("DELETE", path)  # noqa: ASYNC120 - nobody waits
             raise
         return self._known(structure(answer, Submitted), member)
 
-    def _known(self, submitted: Submitted, member: Member) -> Submitted:
+    def _known(self, submitted: Submitted, member: FleetMember) -> Submitted:
         for session_id in submitted.session_ids:
             remember(self.nodes_of_sessions, session_id, member.journal, most=REMEMBERED)
         return submitted
@@ -451,7 +463,7 @@ class Front:
         reasons = [each.report.load.busy for each in up if each.report is not None and each.report.load.busy]
         return reasons[0] if reasons else f"{len(up)} of {len(self.roster.members)} nodes are up, and full"
 
-    async def find(self, task_id: str | None, key: str | None = None) -> Member | None:
+    async def find(self, task_id: str | None, key: str | None = None) -> FleetMember | None:
         """The node that owns a task, by its id or key. Busy while its owner is being changed, or a node that
         may have it does not answer.
         """
@@ -480,11 +492,11 @@ class Front:
                 found.update((member.journal, row) for row in rows)
         return found
 
-    async def ask_all(self, method: str, path: str, **more: Any) -> list[tuple[Member, Any]]:
+    async def ask_all(self, method: str, path: str, **more: Any) -> list[tuple[FleetMember, Any]]:
         """Ask every node that answers. Gives each one's JSON, or the error."""
-        found: list[tuple[Member, Any]] = []
+        found: list[tuple[FleetMember, Any]] = []
 
-        async def ask(member: Member) -> None:
+        async def ask(member: FleetMember) -> None:
             try:
                 found.append((member, await member.link.call(method, path, **more)))
             except NEWS as error:
@@ -509,7 +521,7 @@ class Front:
         answer = await owner.link.call("DELETE", f"/v1/tasks/{quote(task_id, safe='')}")
         return bool(answer["cancelled"])
 
-    async def drain(self, node: str, draining: bool) -> Member:
+    async def drain(self, node: str, draining: bool) -> FleetMember:
         """Let a node take no new tasks, by its name or address."""
         for member in self.roster.members.values():
             if node in (member.name, member.link.url):

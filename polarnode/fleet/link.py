@@ -29,7 +29,7 @@ KEPT: Final = 8
 
 
 @frozen(kw_only=True)
-class Answer:
+class NodeAnswer:
     """A whole answer. `headers` have lower-case names."""
 
     status: int
@@ -72,7 +72,7 @@ class Link:
         body: bytes | AsyncIterable[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = ANSWER_S,
-    ) -> Answer:
+    ) -> NodeAnswer:
         """Send one request and return its whole answer; `value` is sent as JSON. Raises Unreachable."""
         sent = dict(headers or {})
         if value is not None:
@@ -201,7 +201,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield from _causes(before)
 
 
-async def _whole(response: httpx2.Response, pieces: AsyncIterator[bytes]) -> Answer:
+async def _whole(response: httpx2.Response, pieces: AsyncIterator[bytes]) -> NodeAnswer:
     body, size = [], 0
     async for piece in pieces:
         body.append(piece)
@@ -209,7 +209,7 @@ async def _whole(response: httpx2.Response, pieces: AsyncIterator[bytes]) -> Ans
         if size > MOST_BYTES:
             raise Unreachable(f"{response.url} answers with more than {MOST_BYTES >> 20} MiB")
     headers = {name.lower(): each for name, each in response.headers.items()}
-    return Answer(status=response.status_code, headers=headers, body=b"".join(body))
+    return NodeAnswer(status=response.status_code, headers=headers, body=b"".join(body))
 
 
 def _presented(url: str) -> bytes:

@@ -18,11 +18,13 @@ from polarnode.fleet.placement import Candidate
 MemberState = Literal["joining", "up", "suspect", "gone", "stale", "draining", "left"]
 
 SUSPECT_S: Final = 6.0  # three reports of the feed
+# a report may have been on its way when a task was placed: what was sent so lately counts besides it
+COUNTED_S: Final = 1.0
 GONE_S: Final = 12.0  # a process that hangs so long holds up its groups longer than running them again
 
 
 @define(eq=False, kw_only=True)
-class Member:
+class FleetMember:
     """One node of the roster. Times are of the front's clock, in seconds."""
 
     link: Link
@@ -32,7 +34,7 @@ class Member:
     report: NodeReport | None = None
     rows: dict[str, CopyRow] | None = None  # its copies, by task; None: not known yet, or not any more
     granted: int = 0  # the term that it wrote down last
-    placed: int = 0  # sessions sent to it that its report does not count yet
+    sent: list[tuple[float, int]] = field(factory=list)  # when, and how many sessions were placed lately
     stale: bool = False  # it has not got the desired weights
     problem: str = ""  # why it does not answer
 
@@ -56,11 +58,12 @@ class Member:
         """As placement sees it; None while it takes no tasks."""
         if self.state != "up" or self.report is None or not self.report.ready:
             return None
-        return Candidate(report=self.report, placed=self.placed)
+        return Candidate(report=self.report, placed=sum(count for _, count in self.sent))
 
     def reported(self, report: NodeReport, now: float) -> None:
         """A report came."""
-        self.report, self.last_byte, self.placed, self.problem = report, now, 0, ""
+        self.report, self.last_byte, self.problem = report, now, ""
+        self.sent = [each for each in self.sent if each[0] > now - COUNTED_S]
 
     def become(self, state: MemberState, now: float) -> bool:
         """Change the state; True if it is another one."""
@@ -89,13 +92,13 @@ class Member:
 class Roster:
     """The members by address."""
 
-    members: dict[str, Member] = field(factory=dict)
+    members: dict[str, FleetMember] = field(factory=dict)
 
-    def of_journal(self, journal: str) -> Member | None:
+    def of_journal(self, journal: str) -> FleetMember | None:
         """The member that has a journal now."""
         return next((each for each in self.members.values() if journal and each.journal == journal), None)
 
-    def in_state(self, *states: MemberState) -> list[Member]:
+    def in_state(self, *states: MemberState) -> list[FleetMember]:
         return [each for each in self.members.values() if each.state in states]
 
     @property

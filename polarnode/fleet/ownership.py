@@ -67,7 +67,7 @@ class KnownHomes:
 
 
 @define(kw_only=True)
-class Plan:
+class NodePlan:
     """What the front asks of one node."""
 
     adopt: list[Adoption] = field(factory=list)
@@ -100,9 +100,9 @@ class Seen:
     complete: bool = False  # every node of the roster answers
 
 
-def plans(seen: Seen) -> dict[str, Plan]:
+def plans(seen: Seen) -> dict[str, NodePlan]:
     """What to ask of each node, by journal."""
-    found: dict[str, Plan] = {journal: Plan() for journal in seen.rows}
+    found: dict[str, NodePlan] = {journal: NodePlan() for journal in seen.rows}
     tasks: dict[str, dict[str, CopyRow]] = {}
     for journal, rows in seen.rows.items():
         for row in rows:
@@ -119,7 +119,7 @@ def owner_of(by_journal: Mapping[str, CopyRow]) -> str | None:
     return max(homes, key=lambda journal: by_journal[journal].epoch, default=None)
 
 
-def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan]) -> None:
+def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, NodePlan]) -> None:
     later = later_home(seen.known, seen.rows, seen.ended, by_journal)
     if later is not None:
         _await_home(seen, by_journal, later, found)
@@ -148,7 +148,7 @@ def _decide(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan
         )
     ):
         chosen = seen.choose(mine.task_id, owner)
-        if chosen and chosen != mine.second:
+        if chosen and (chosen != mine.second or mine.second in seen.rows):
             found[owner].seconds.append(_next(seen, mine, owner, chosen))
     for journal, row in by_journal.items():
         if journal == owner or row.epoch > mine.epoch:
@@ -177,7 +177,7 @@ def later_home(
 
 
 def _await_home(
-    seen: Seen, by_journal: Mapping[str, CopyRow], later: CopyRow, found: dict[str, Plan]
+    seen: Seen, by_journal: Mapping[str, CopyRow], later: CopyRow, found: dict[str, NodePlan]
 ) -> None:
     """Nothing begins again. Of a task that ended, what earlier homes still have is retired."""
     if later.task_id in seen.ended:
@@ -200,7 +200,9 @@ def _heir(seen: Seen, by_journal: Mapping[str, CopyRow], owner: str | None) -> s
     return heir
 
 
-def _drop_settled(seen: Seen, by_journal: Mapping[str, CopyRow], owner: str, found: dict[str, Plan]) -> None:
+def _drop_settled(
+    seen: Seen, by_journal: Mapping[str, CopyRow], owner: str, found: dict[str, NodePlan]
+) -> None:
     """A task that everybody has. Its rows stay while a node is away that may think it its own."""
     if not seen.complete or any(row.role == "home" for each, row in by_journal.items() if each != owner):
         return
@@ -209,7 +211,7 @@ def _drop_settled(seen: Seen, by_journal: Mapping[str, CopyRow], owner: str, fou
         found[journal].drop.append(Drop(task_id=mine.task_id, epoch=mine.epoch))
 
 
-def _drop_unbegun(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, Plan]) -> None:
+def _drop_unbegun(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, NodePlan]) -> None:
     """A copy whose home answers and never began the task: its submission was not answered either."""
     for journal, row in by_journal.items():
         if row.role == "second" and row.home in seen.rows and row.home not in by_journal:

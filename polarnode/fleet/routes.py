@@ -25,8 +25,8 @@ from polarnode.core.errors import Busy, Refused
 from polarnode.core.positions import Position
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.fleet.front import Front
-from polarnode.fleet.link import Answer
-from polarnode.fleet.members import Member
+from polarnode.fleet.link import NodeAnswer
+from polarnode.fleet.members import FleetMember
 from polarnode.fleet.placement import BUSY_S, home_of, queue_s
 from polarnode.http.asgi import RouteRow, body_json
 
@@ -39,7 +39,7 @@ ANY: Final = TaskSpec(instruction="", harness=HarnessSpec())  # a capture's or a
 PASSED: Final = ("retry-after", "content-disposition")  # of a node's headers
 
 
-def passed(answer: Answer) -> Response:
+def passed(answer: NodeAnswer) -> Response:
     """A node's answer as it is."""
     headers = {
         name.title(): each
@@ -140,7 +140,7 @@ class FrontRoutes:
             raise _no_task(task_id)
         return json_response({"task_id": task_id, "cancelled": cancelled})
 
-    async def _owner(self, task_id: str) -> Member:
+    async def _owner(self, task_id: str) -> FleetMember:
         owner = await self.front.find(task_id)
         if owner is None:
             raise _no_task(task_id)
@@ -155,7 +155,7 @@ class FrontRoutes:
         body = await sent_body()
         return passed(await self._ask_for(session_id, "DELETE", body))
 
-    async def _ask_for(self, session_id: str, method: str, body: bytes | None = None) -> Answer:
+    async def _ask_for(self, session_id: str, method: str, body: bytes | None = None) -> NodeAnswer:
         """The answer of the node that has the session."""
         front, path = self.front, path_of_request()
         known = front.roster.of_journal(front.nodes_of_sessions.get(session_id, ""))
@@ -215,7 +215,7 @@ class FrontRoutes:
                 limit += answer["limit"]
         return json_response({"captures": found, "limit": limit})
 
-    def _any(self) -> Member:
+    def _any(self) -> FleetMember:
         """The node with the least to do."""
         home = home_of(ANY, self.front.roster.candidates())
         member = None if home is None else self.front.roster.of_journal(home)
@@ -300,7 +300,7 @@ def _no_task(task_id: str) -> NotFound:
     return NotFound(f"no task {task_id!r} is in a journal of this fleet: look at GET /v1/tasks")
 
 
-async def _exported(members: list[Member], path: str) -> AsyncIterator[bytes]:
+async def _exported(members: list[FleetMember], path: str) -> AsyncIterator[bytes]:
     for member in members:
         async with member.link.stream(path) as pieces:
             async for piece in pieces:
@@ -328,7 +328,7 @@ def _joined_evaluation(found: list[dict[str, Any]]) -> dict[str, Json]:
 # ── figures ────────────────────────────────────────────────────────────
 
 
-def node_json(member: Member) -> dict[str, Json]:
+def node_json(member: FleetMember) -> dict[str, Json]:
     """A node as `polarnode fleet status` shows it."""
     report: dict[str, Json] = {} if member.report is None else plain(member.report)
     return {

@@ -22,7 +22,7 @@ from polarnode.core.errors import Busy, Conflict, Refused
 from polarnode.core.status import SessionRecord, Submitted
 from polarnode.core.task import TaskSpec
 from polarnode.fleet.front import Front
-from polarnode.fleet.members import Member
+from polarnode.fleet.members import FleetMember
 from polarnode.fleet.placement import BUSY_S
 from polarnode.fleet.routes import passed, path_of_request
 from polarnode.http.asgi import RouteRow
@@ -130,7 +130,7 @@ class PolarRoutes:
         shown = {name: head[name] for name in ("task_id", "status", "total_sessions", "completed_sessions")}
         return json_response({**shown, "cancelled": bool(cancelled)})
 
-    async def _owner(self, task_id: str) -> tuple[str, Member]:
+    async def _owner(self, task_id: str) -> tuple[str, FleetMember]:
         """The task of Polar's id, or of ours, and the node that owns it."""
         latest = await self.tasks.service.journal.latest_run(task_name(task_id))
         name = task_id if latest is None else latest.task_id

@@ -15,7 +15,7 @@ from quart import Response, request
 from polarnode.api.app import Extension
 from polarnode.api.service import json_response
 from polarnode.core.errors import Refused
-from polarnode.fleet.members import Member
+from polarnode.fleet.members import FleetMember
 from polarnode.fleet.routes import passed
 from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets
 from polarnode.fleet.weights import FleetWeights, Words, took, worst
@@ -73,7 +73,7 @@ class FleetSglang:
         await self._noted(path, body, members, words)
         return passed(worst(words) if len(took(words)) < len(words) else words[0][1])
 
-    async def _named(self, path: str, body: dict[str, Any], members: list[Member]) -> dict[str, Any]:
+    async def _named(self, path: str, body: dict[str, Any], members: list[FleetMember]) -> dict[str, Any]:
         """The body with a version that no node has used, the same for each bucket of an update."""
         asked, desired = body.get("weight_version"), self.weights.desired
         again = desired is not None and asked == desired["version"]
@@ -94,7 +94,7 @@ class FleetSglang:
         return None if self.weights.desired is None else self.weights.desired["source"].get("path")
 
     async def _bodies(
-        self, path: str, body: dict[str, Any], members: list[Member]
+        self, path: str, body: dict[str, Any], members: list[FleetMember]
     ) -> Mapping[str, dict[str, Any]]:
         """The body for each node, by its address."""
         sent = {each.link.url: body for each in members}
@@ -112,7 +112,7 @@ class FleetSglang:
             }
         return sent
 
-    async def _noted(self, path: str, body: dict[str, Any], members: list[Member], words: Words) -> None:
+    async def _noted(self, path: str, body: dict[str, Any], members: list[FleetMember], words: Words) -> None:
         """What follows from the nodes' answers for the next request, and for nodes that join."""
         group, whole = str(body.get("group_name", GROUP)), len(took(words)) == len(words)
         if path == PAUSE:
@@ -136,7 +136,7 @@ class FleetSglang:
             self._held = False
             self._names.clear()
 
-    async def _served(self, members: list[Member]) -> None:
+    async def _served(self, members: list[FleetMember]) -> None:
         """What is served by now is desired; who serves something else is stale."""
         found = await self.weights.ask(members, "GET", "/v1/weights")
         states = {member.link.url: answer.json for member, answer in took(found)}

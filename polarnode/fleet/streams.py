@@ -48,7 +48,7 @@ TURN: Final = 64 << 10  # bytes that a node sends before the next one's turn: fa
 
 
 @frozen
-class Block:
+class RelayedEvent:
     """One event of a node: its kind, its number, and its line of data without the line end."""
 
     kind: bytes
@@ -63,7 +63,7 @@ class Blocks:
     _held: bytearray = field(factory=bytearray, init=False)
     _scanned: int = field(default=0, init=False)  # no event ends before this index
 
-    def feed(self, data: bytes) -> Iterator[Block]:
+    def feed(self, data: bytes) -> Iterator[RelayedEvent]:
         """Yield the events that are complete. Raises Unreachable for an `error` event, and for what is no
         event.
         """
@@ -80,7 +80,7 @@ class Blocks:
             raise Unreachable(f"an event is larger than {MOST_BYTES >> 20} MiB: is this polarnode?")
 
 
-def _block(whole: bytes) -> Block:
+def _block(whole: bytes) -> RelayedEvent:
     head, found, data = whole.partition(b"\ndata: ")
     lines = dict(line.split(b": ", 1) for line in head.split(b"\n") if b": " in line)
     if lines.get(b"event") == b"error":
@@ -88,7 +88,7 @@ def _block(whole: bytes) -> Block:
     number = lines.get(b"id", b"")
     if not found or not number.isdigit() or b"event" not in lines:
         raise Unreachable("an event of its stream cannot be read: is this polarnode?")
-    return Block(lines[b"event"], int(number), data)
+    return RelayedEvent(lines[b"event"], int(number), data)
 
 
 @define(eq=False)
@@ -98,12 +98,12 @@ class Merge:
     """
 
     position: Position = field(factory=Position)
-    _queues: dict[str, deque[Block]] = field(factory=dict, init=False)
+    _queues: dict[str, deque[RelayedEvent]] = field(factory=dict, init=False)
     _sizes: dict[str, int] = field(factory=dict, init=False)
     _credit: dict[str, int] = field(factory=dict, init=False)
     _turns: deque[str] = field(factory=deque, init=False)  # journals with events, the next one first
 
-    def put(self, journal: str, block: Block) -> None:
+    def put(self, journal: str, block: RelayedEvent) -> None:
         """Add an event; see `full` for when to wait."""
         queue = self._queues.setdefault(journal, deque())
         if not queue:
@@ -142,7 +142,7 @@ class Merge:
             self.position = Position({each: parts[each] for each in parts if each != journal})
 
 
-def lost(journal: str, after: int) -> Block:
+def lost(journal: str, after: int) -> RelayedEvent:
     """A gap: no node of the fleet has this journal any more."""
     body: dict[str, Json] = {
         "seq": 0,
@@ -150,7 +150,7 @@ def lost(journal: str, after: int) -> Block:
         "key": f"gap:{journal}:{after}",
         "gap": {"after": after, "oldest": 1},
     }
-    return Block(b"gap", 0, dump_json(body))
+    return RelayedEvent(b"gap", 0, dump_json(body))
 
 
 def still_open(rows: Collection[CopyRow]) -> bool:
@@ -299,7 +299,7 @@ class Merged(AsyncIterator[bytes]):
             self._put(journal, lost(journal, after))
         self._merge.forget(journal)
 
-    def _put(self, journal: str, block: Block) -> None:
+    def _put(self, journal: str, block: RelayedEvent) -> None:
         self._merge.put(journal, block)
         self._news.set()
 

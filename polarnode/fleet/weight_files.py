@@ -162,7 +162,7 @@ async def _fetch(link: Link, version: str, wanted: WeightFile, path: Path) -> No
     at = f"/v1/fleet/weights/{quote(version, safe='')}/{quote(wanted.name, safe='')}"
     tries, size = 0, 0
     async with await trio.open_file(path, "ab") as file:
-        size = await file.tell()
+        size = (await trio.Path(path).stat()).st_size
         while size < wanted.size:
             began = size
             try:

@@ -21,8 +21,8 @@ from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, PolarnodeError
 from polarnode.fleet.front import Front
-from polarnode.fleet.link import Answer
-from polarnode.fleet.members import Member
+from polarnode.fleet.link import NodeAnswer
+from polarnode.fleet.members import FleetMember
 from polarnode.fleet.routes import passed
 from polarnode.fleet.updates import newest, verdict
 
@@ -33,20 +33,20 @@ STRAGGLER_S: Final = 60.0
 UPDATE_S: Final = 1000.0  # without a byte of an answer: a node's own bound of an update is 900 s
 CATCH_UP_S: Final = 2.0  # between tries to bring a stale node up to date
 
-Words = list[tuple[Member, Answer]]
-Send = Callable[[Member], Mapping[str, Any]]
+Words = list[tuple[FleetMember, NodeAnswer]]
+Send = Callable[[FleetMember], Mapping[str, Any]]
 
 
-def silent(error: Exception) -> Answer:
+def silent(error: Exception) -> NodeAnswer:
     body: Json = {"error": {"type": "unreachable", "message": str(error)}}
-    return Answer(status=503, headers={"content-type": "application/json"}, body=dump_json(body))
+    return NodeAnswer(status=503, headers={"content-type": "application/json"}, body=dump_json(body))
 
 
 def took(words: Words) -> Words:
     return [(member, answer) for member, answer in words if answer.status < 300]
 
 
-def worst(words: Words) -> Answer:
+def worst(words: Words) -> NodeAnswer:
     """A refusal before a silence: it says what is to be mended."""
     return min((answer for _, answer in words if answer.status >= 300), key=lambda each: each.status)
 
@@ -81,7 +81,7 @@ class FleetWeights:
 
     # ── the nodes ─────────────────────────────────────────────────────────────
 
-    def able(self) -> list[Member]:
+    def able(self) -> list[FleetMember]:
         """The nodes that answer, in one order."""
         able = self.front.roster.in_state("up", "stale", "draining", "suspect")
         members = [each for each in able if each.answers]
@@ -89,11 +89,13 @@ class FleetWeights:
             raise Busy("no node of the fleet is up", retry_after=2.0)
         return sorted(members, key=lambda each: each.link.url)
 
-    async def ask(self, members: Sequence[Member], method: str, path: str, send: Send | None = None) -> Words:
+    async def ask(
+        self, members: Sequence[FleetMember], method: str, path: str, send: Send | None = None
+    ) -> Words:
         """Ask nodes at once; a node that gives no answer has failed."""
-        found: dict[str, Answer] = {}
+        found: dict[str, NodeAnswer] = {}
 
-        async def one(member: Member) -> None:
+        async def one(member: FleetMember) -> None:
             found[member.link.url] = await self._one(member, method, path, send)
 
         async with trio.open_nursery() as nursery:
@@ -101,7 +103,7 @@ class FleetWeights:
                 nursery.start_soon(one, member)
         return [(member, found[member.link.url]) for member in members]
 
-    async def _one(self, member: Member, method: str, path: str, send: Send | None = None) -> Answer:
+    async def _one(self, member: FleetMember, method: str, path: str, send: Send | None = None) -> NodeAnswer:
         try:
             async with self._each.setdefault(member.link.url, trio.Lock()):
                 more = {} if send is None else dict(send(member))
@@ -109,7 +111,7 @@ class FleetWeights:
         except Unreachable as error:
             return silent(error)
 
-    async def ranks(self, members: Sequence[Member]) -> list[int]:
+    async def ranks(self, members: Sequence[FleetMember]) -> list[int]:
         words = await self.ask(members, "GET", "/v1/weights")
         if len(took(words)) < len(words):
             raise Busy("a node does not give its number of GPUs: try again", retry_after=2.0)
@@ -141,11 +143,11 @@ class FleetWeights:
             raise found[0]
         return found[0]
 
-    async def enough(self, members: Sequence[Member], method: str, path: str, send: Send) -> Words:
+    async def enough(self, members: Sequence[FleetMember], method: str, path: str, send: Send) -> Words:
         """The answers of nodes to a change: of all, or STRAGGLER_S after enough took it. Late ones go on."""
-        words, news = list[tuple[Member, Answer]](), [trio.Event()]
+        words, news = list[tuple[FleetMember, NodeAnswer]](), [trio.Event()]
 
-        async def one(member: Member) -> None:
+        async def one(member: FleetMember) -> None:
             words.append((member, await self._one(member, method, path, send)))
             news[0].set()
 
@@ -161,7 +163,7 @@ class FleetWeights:
                 break
         return list(words)
 
-    def stand(self, members: Sequence[Member], words: Words, what: str) -> Response | None:
+    def stand(self, members: Sequence[FleetMember], words: Words, what: str) -> Response | None:
         """None for a change that enough nodes took; the others of `members` are stale. The answer where they
         are too few.
         """
@@ -187,7 +189,7 @@ class FleetWeights:
         """What all nodes shall serve from now on."""
         self.desired, self.desired_at = desired, math.inf
 
-    def mark(self, member: Member, *, stale: bool) -> None:
+    def mark(self, member: FleetMember, *, stale: bool) -> None:
         """Whether a node may take tasks."""
         if member.stale != stale:
             member.stale = stale
@@ -198,7 +200,7 @@ class FleetWeights:
 
     # ── nodes that join, and late ones ────────────────────────────────────────
 
-    async def bring(self, member: Member) -> bool:
+    async def bring(self, member: FleetMember) -> bool:
         """Whether a node may take tasks now. It gets the desired version first; one that cannot is stale."""
         async with self._each.setdefault(member.link.url, trio.Lock()):
             before = self.changes
@@ -213,7 +215,7 @@ class FleetWeights:
             self.mark(member, stale=not brought)
         return True
 
-    async def _brought(self, member: Member) -> bool:
+    async def _brought(self, member: FleetMember) -> bool:
         found = await member.link.ask("GET", "/v1/weights")
         if found.status >= 300:  # an engine that has no weights of its own
             return True
@@ -238,7 +240,7 @@ class FleetWeights:
                     return False
         return True
 
-    async def pulled(self, member: Member, order: Mapping[str, Any]) -> Answer | None:
+    async def pulled(self, member: FleetMember, order: Mapping[str, Any]) -> NodeAnswer | None:
         """The answer of a node that takes a version's files from a peer; None where no peer serves it."""
         answer = None
         for peer in self.front.roster.in_state("up"):

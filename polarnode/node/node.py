@@ -19,7 +19,7 @@ from polarnode.containers.runtimes import Runtimes
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, ConfigError, Conflict, PolarnodeError
-from polarnode.core.fleet import CopyOrder, Load, NodeReport, TaskCopy
+from polarnode.core.fleet import CopyOrder, NodeLoad, NodeReport, TaskCopy
 from polarnode.core.task import TaskSpec
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines
@@ -164,7 +164,7 @@ class Node:
             term=self.homes.term,
             front=self.homes.front,
             version=self.weights.status().version,
-            load=Load(
+            load=NodeLoad(
                 slots=self.config.run_limit,
                 live=scheduler.live,
                 pending_limit=limit,

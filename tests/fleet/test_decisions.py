@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.core.errors import ConfigError
-from polarnode.core.fleet import Adoption, CopyRow, Epoch, Load, NodeReport
+from polarnode.core.fleet import Adoption, CopyRow, Epoch, NodeLoad, NodeReport
 from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link
-from polarnode.fleet.members import GONE_S, SUSPECT_S, Member, Roster
+from polarnode.fleet.members import GONE_S, SUSPECT_S, FleetMember, Roster
 from polarnode.fleet.ownership import KnownHomes, Seen, majority, owner_of, plans
 from polarnode.fleet.placement import Candidate, home_of, queue_s, second_of, unmet
 
@@ -18,7 +18,7 @@ A, B, C = ("j" + letter * 16 for letter in "abc")
 
 def report(journal: str, **load: object) -> NodeReport:
     more = {"slots": 4, "pending_limit": 100, "session_s": 10.0} | load
-    return NodeReport(node=journal[:2], journal=journal, model="m", ready=True, load=Load(**more))  # type: ignore[arg-type]
+    return NodeReport(node=journal[:2], journal=journal, model="m", ready=True, load=NodeLoad(**more))  # type: ignore[arg-type]
 
 
 def task(samples: int = 4, **more: object) -> TaskSpec:
@@ -189,7 +189,7 @@ def test_a_majority(granted: int, rostered: int, own: bool, office: bool) -> Non
 
 
 def test_silence_makes_a_member_suspect_and_then_gone() -> None:
-    member = Member(link=Link(url="http://127.0.0.1:1"), last_byte=0.0)
+    member = FleetMember(link=Link(url="http://127.0.0.1:1"), last_byte=0.0)
     member.reported(report(A), 100.0)
     member.rows = {}
     assert member.look(100.0) == "joining"
@@ -205,7 +205,7 @@ def test_silence_makes_a_member_suspect_and_then_gone() -> None:
 
 
 def test_nothing_is_decided_before_everybody_answered_or_is_gone() -> None:
-    first, second = (Member(link=Link(url=f"http://127.0.0.1:{n}"), last_byte=0.0) for n in (1, 2))
+    first, second = (FleetMember(link=Link(url=f"http://127.0.0.1:{n}"), last_byte=0.0) for n in (1, 2))
     roster = Roster({"1": first, "2": second})
     first.reported(report(A), 0.0)
     first.rows = {}

@@ -11,7 +11,7 @@ import pytest
 from attrs import define, evolve, field
 
 from polarnode.core.fleet import Adoption, CopyRow, Epoch
-from polarnode.fleet.ownership import KnownHomes, Plan, Seen, majority, plans
+from polarnode.fleet.ownership import KnownHomes, NodePlan, Seen, majority, plans
 from polarnode.fleet.placement import second_of
 
 JOURNALS = tuple("j" + letter * 16 for letter in "abcde")
@@ -127,7 +127,7 @@ class History:
 
     # ── what nodes do ─────────────────────────────────────────────────────────
 
-    def _carry_out(self, node: Node, plan: Plan) -> None:
+    def _carry_out(self, node: Node, plan: NodePlan) -> None:
         row = node.row
         if row is None:
             return

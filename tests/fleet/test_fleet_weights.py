@@ -21,7 +21,7 @@ from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front
 from polarnode.fleet.link import Link
-from polarnode.fleet.members import Member
+from polarnode.fleet.members import FleetMember
 from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets, verdict
 from polarnode.fleet.weights import FleetWeights
@@ -88,7 +88,7 @@ async def opened(tmp_path: Path, count: int = 2, **more: Any) -> AsyncIterator[F
             config = FleetConfig(nodes=("@",), state_dir=str(tmp_path), **more)
             front = Front(config=config, nursery=nursery)
             for number, plane in enumerate(planes):
-                member = Member(
+                member = FleetMember(
                     link=Link(url=plane.node.url, token="secret"), last_byte=trio.current_time() + 1000
                 )
                 member.report = NodeReport(node=f"n{number}", journal=f"j{number}", model="m", ready=True)

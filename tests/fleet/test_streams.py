@@ -23,8 +23,8 @@ from polarnode.client.values import Event, Unreachable
 from polarnode.core.errors import PolarnodeError
 from polarnode.core.fleet import CopyRow, Epoch
 from polarnode.core.positions import Position
-from polarnode.fleet.link import Answer
-from polarnode.fleet.streams import PAGE, Block, Blocks, Merge, Merged, StreamRoutes, still_open
+from polarnode.fleet.link import NodeAnswer
+from polarnode.fleet.streams import PAGE, Blocks, Merge, Merged, RelayedEvent, StreamRoutes, still_open
 
 # ── nodes in memory ───────────────────────────────────────────────────────────
 
@@ -97,14 +97,14 @@ class FakeNode:
                 await trio.lowlevel.checkpoint()
                 yield piece
 
-    async def ask(self, method: str, path: str, *, value: Any = None, timeout_s: float) -> Answer:
+    async def ask(self, method: str, path: str, *, value: Any = None, timeout_s: float) -> NodeAnswer:
         await trio.lowlevel.checkpoint()
         if self.gone:
             raise Unreachable("gone")
         if self.stopped:
             await trio.sleep_forever()
         status, body = 200, self._answer(method, path, value)
-        return Answer(status=status, headers={}, body=json.dumps(body).encode())
+        return NodeAnswer(status=status, headers={}, body=json.dumps(body).encode())
 
     def _answer(self, method: str, path: str, value: Any) -> Any:
         if path == "/v1/trajectories/ack":
@@ -274,7 +274,7 @@ def test_acknowledgements_join_and_settle_no_more_than_they_name(
 def test_nodes_take_turns_by_bytes_and_lose_nothing(events: list[tuple[int, int]]) -> None:
     merge = Merge()
     for number, (node, size) in enumerate(events):
-        merge.put(name(node), Block(b"task", number + 1, b"x" * size))
+        merge.put(name(node), RelayedEvent(b"task", number + 1, b"x" * size))
     taken = []
     while (found := merge.take()) is not None:
         taken.append((found[0], len(found[2])))
@@ -288,9 +288,9 @@ def test_nodes_take_turns_by_bytes_and_lose_nothing(events: list[tuple[int, int]
 def test_a_node_of_large_events_leaves_as_many_bytes_to_the_others() -> None:
     merge = Merge()
     for number in range(1, 41):
-        merge.put(name(1), Block(b"task", number, b"x" * PAGE))
+        merge.put(name(1), RelayedEvent(b"task", number, b"x" * PAGE))
     for number in range(1, 401):
-        merge.put(name(2), Block(b"task", number, b"x" * (PAGE // 10)))
+        merge.put(name(2), RelayedEvent(b"task", number, b"x" * (PAGE // 10)))
     given_to = {name(1): 0, name(2): 0}
     for _ in range(220):
         found = merge.take()

@@ -126,13 +126,13 @@ def _backend(tokenizer: LoadedTokenizer, stop_ids: frozenset[int]) -> XGrammarGr
     return backend
 
 
-class StrictStrings(xgrammar.GrammarCompiler):  # type: ignore[misc]  # untyped
+class StrictStrings(xgrammar.GrammarCompiler):
     """xgrammar 0.2.7 lets a string with `minLength` or `maxLength` hold raw control characters, which JSON
     does not. In the grammar's text, their class of characters becomes that of any other string.
     """
 
-    def compile_json_schema(self, schema: str, **more: Any) -> xgrammar.CompiledGrammar:
-        grammar = xgrammar.Grammar.from_json_schema(schema, **more)
+    def compile_json_schema(self, *schema: Any, **more: Any) -> xgrammar.CompiledGrammar:
+        grammar = xgrammar.Grammar.from_json_schema(*schema, **more)
         text = str(grammar)
         if LOOSE in text:
             grammar = xgrammar.Grammar.from_ebnf(text.replace(LOOSE, STRICT))
