@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: chaos demo test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl clean
+.PHONY: chaos fleet-chaos demo test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl clean
 
 PY := .venv/bin/python
 
@@ -36,6 +36,12 @@ resolution: setup
 # Kill, stop, fill and damage a node for half an hour, and count: out/chaos/chaos.json. `make chaos MINUTES=5` is shorter, SEED=7 gives a run again.
 chaos: setup
 	$(PY) benchmarks/chaos.py --rounds 15 --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) --keep out/chaos
+
+# Kill and stop the nodes and the front of a fleet of 8 for an hour, and count: out/fleet-chaos.json. `make fleet-chaos MINUTES=5 NODES=3` is shorter.
+fleet-chaos: MINUTES = 60
+fleet-chaos: setup
+	@mkdir -p out
+	$(PY) benchmarks/fleet.py --nodes $(or $(NODES),8) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --json out/fleet-chaos.json
 
 # Run the GRPO loop of docs/learning.md on its own node: OUT/report.json, curve.svg, log.jsonl. It must reach, on the 96 held-out tasks, 0.8 less two
 # standard deviations.
