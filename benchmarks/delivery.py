@@ -22,7 +22,8 @@ import trio
 from attrs import frozen
 from journal import PROMPT, SAMPLED, turn
 
-from polarnode.api.app import create_app
+from polarnode.api.app import control_plane
+from polarnode.api.routes import Routes
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Outcome, Trace, Trajectory, TurnSpan, VersionSpan
@@ -102,7 +103,9 @@ async def serving(folder: Path, sessions: int) -> AsyncIterator[tuple[Journal, A
             publish(journal, number)
         await journal.flushed()
         service: Any = NoNode(journal)
-        async with open_server(create_app(service, token=None), Address(host="127.0.0.1", port=0)) as address:
+        async with open_server(
+            control_plane(Routes(service=service).rows(), token=None), Address(host="127.0.0.1", port=0)
+        ) as address:
             yield journal, address
 
 

@@ -11,11 +11,10 @@ every route with its operation.
 """
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from hmac import compare_digest
 from importlib.metadata import version
 from itertools import starmap
-from pathlib import Path
 from typing import Any, Final, cast, get_args
 
 import trio
@@ -27,8 +26,7 @@ from werkzeug.exceptions import HTTPException
 
 from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
 from polarnode.api.query import MOST_TASKS, PARQUET, Kind, read_query
-from polarnode.api.routes import Routes
-from polarnode.api.service import Service, Unauthorized, answer_error
+from polarnode.api.service import Unauthorized, answer_error
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.schema import Schema, Schemas
@@ -248,21 +246,6 @@ class Extension:
     basic: bool = False
 
 
-def create_app(
-    service: Service,
-    *,
-    token: str | None,
-    guard: BrowserGuard | None = None,
-    sessions_dir: Path | None = None,
-    extensions: Iterable[Extension] = (),
-) -> QuartTrio:
-    """Create a node's control plane. `sessions_dir` is where the node keeps artifacts; the rest as for
-    `control_plane`.
-    """
-    routes = table(Routes(service=service, sessions_dir=sessions_dir))
-    return control_plane(routes, token=token, guard=guard, extensions=extensions)
-
-
 def control_plane(
     routes: Iterable[RouteRow],
     *,
@@ -337,28 +320,6 @@ def _limit_streams(app: QuartTrio) -> None:
                 "as many streams are open as this node serves: end some, or read several tasks from one",
                 retry_after=STREAM_RETRY_S,
             )
-
-
-def table(routes: Routes) -> Iterator[RouteRow]:
-    """The routes that every control plane has."""
-    yield from (
-        ("POST", "/v1/tasks", routes.submit),
-        ("GET", "/v1/tasks", routes.tasks),
-        ("GET", "/v1/tasks/<task_id>", routes.task),
-        ("DELETE", "/v1/tasks/<task_id>", routes.cancel),
-        ("GET", "/v1/trajectories/stream", routes.stream),
-        ("POST", "/v1/trajectories/ack", routes.acknowledge),
-        ("GET", "/v1/consumers", routes.consumers),
-        ("DELETE", "/v1/consumers/<path:consumer>", routes.forget_consumer),
-        ("GET", "/v1/trajectories/<session_id>", routes.trajectory),
-        ("GET", "/v1/sessions/<session_id>", routes.session),
-        ("GET", "/v1/sessions/<session_id>/artifacts", routes.artifacts),
-        ("GET", "/v1/export", routes.export),
-        ("GET", "/v1/status", routes.status),
-        ("GET", "/metrics", routes.metrics),
-        ("GET", "/healthz", routes.healthz),
-        ("GET", "/readyz", routes.readyz),
-    )
 
 
 DOCUMENT = ("GET", "/v1/openapi.json")

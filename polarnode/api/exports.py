@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy
 import trio
@@ -31,7 +31,6 @@ from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, PolarnodeError, Refused
 from polarnode.core.trajectory import Trajectory
-from polarnode.journal.journal import Journal
 from polarnode.journal.values import (
     KEYS_ALONE,
     PRUNED,
@@ -42,6 +41,9 @@ from polarnode.journal.values import (
 )
 from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, sft_lines, table
 from polarnode.trainers import FORMATS, project
+
+if TYPE_CHECKING:  # a fleet's front serves these routes too, without a journal or an engine
+    from polarnode.journal.journal import Journal
 
 # ── formats ────────────────────────────────────────────────────────────
 
@@ -124,7 +126,7 @@ def encoder_of(query: Query) -> TrajectoryEncoder:
 # ── exports ────────────────────────────────────────────────────────────
 
 
-def export(journal: Journal, query: Query) -> Response:
+def export(journal: "Journal", query: Query) -> Response:
     """Yield the body of GET /v1/export in the format that the query names."""
     if query.kind == "rewards":
         return _lines(journal, _alone(query), KEYS_ALONE)
@@ -146,7 +148,7 @@ def _check_arrow() -> None:
         ) from error
 
 
-def _lines(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> Response:
+def _lines(journal: "Journal", query: Query, encoder: TrajectoryEncoder) -> Response:
     return Response(_encoded_lines(journal, query, encoder), content_type="application/x-ndjson")
 
 
@@ -156,7 +158,9 @@ def _alone(query: Query) -> Query:
     return query
 
 
-async def _finished(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[StoredEvent]:
+async def _finished(
+    journal: "Journal", query: Query, encoder: TrajectoryEncoder
+) -> AsyncIterator[StoredEvent]:
     """Every trajectory, or reward, that was published before the export began, oldest first."""
     seen, last = 0, journal.last_seq
     filters = evolve(query.filters(), kinds=("reward",) if query.kind == "rewards" else ("trajectory",))
@@ -168,7 +172,9 @@ async def _finished(journal: Journal, query: Query, encoder: TrajectoryEncoder) 
         seen = page.seen
 
 
-async def _encoded_lines(journal: Journal, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[bytes]:
+async def _encoded_lines(
+    journal: "Journal", query: Query, encoder: TrajectoryEncoder
+) -> AsyncIterator[bytes]:
     """One or more lines for each trajectory; none for one that was pruned meanwhile or encodes to nothing. A
     trajectory that cannot be read has a line of its own, except among conversations: the log names it.
     """
@@ -191,7 +197,7 @@ def _conversations(trajectory: Trajectory) -> bytes:
 SFT: Final = TrajectoryEncoder(name="sft", encode=_conversations)
 
 
-async def _parquet(journal: Journal, query: Query) -> AsyncIterator[bytes]:
+async def _parquet(journal: "Journal", query: Query) -> AsyncIterator[bytes]:
     """The rows of every session as a Parquet file, sent as it is written. A truncated file has no footer, so
     readers refuse it.
     """
@@ -270,7 +276,7 @@ LAST = b"}" + END  # ends an event whose body is written separately
 KEEP_ALIVE_S = 8.0  # the API promises a byte every 10 s; two for the network
 
 
-def event_stream(journal: Journal, query: Query, start: int) -> AsyncIterator[bytes]:
+def event_stream(journal: "Journal", query: Query, start: int) -> AsyncIterator[bytes]:
     """Events after `start` as they are published. With follow=false the stream ends when there are no more;
     if a task is named, after that task's end.
 
@@ -290,7 +296,7 @@ class _Attended(AsyncIterator[bytes]):
     the iterator, which Quart does however the client disconnects.
     """
 
-    journal: Journal
+    journal: "Journal"
     consumer: str
     events: AsyncGenerator[bytes, None]
     _reading: ExitStack | None = None
@@ -307,7 +313,7 @@ class _Attended(AsyncIterator[bytes]):
         await self.events.aclose()
 
 
-async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[bytes, None]:
+async def _events(journal: "Journal", query: Query, start: int) -> AsyncGenerator[bytes, None]:
     yield b": polarnode\n\n"  # send the headers at once, so that the client knows it is connected
     seen, last_write = start, trio.current_time()
     while True:
@@ -335,14 +341,14 @@ async def _events(journal: Journal, query: Query, start: int) -> AsyncGenerator[
             last_write = trio.current_time()
 
 
-async def _page(journal: Journal, query: Query, seen: int) -> EventPage | PolarnodeError:
+async def _page(journal: "Journal", query: Query, seen: int) -> EventPage | PolarnodeError:
     try:
         return await journal.events(seen, filters=query.filters(), encoder=encoder_of(query))
     except PolarnodeError as error:
         return error
 
 
-async def _nothing_to_come(journal: Journal, task_id: str | None) -> bool:
+async def _nothing_to_come(journal: "Journal", task_id: str | None) -> bool:
     """Whether the journal already holds all events. Call it before reading the page, so that a task's end
     between the two is not missed.
     """

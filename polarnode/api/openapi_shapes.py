@@ -9,13 +9,14 @@ from typing import Any, Final, Literal
 
 from attrs import field, frozen
 
-from polarnode.api.query import FILTERS
-from polarnode.api.routes import Ack
+from polarnode.api.query import FILTERS, Ack
 from polarnode.core.codec.schema import Schema
 from polarnode.core.conversation import Json
 from polarnode.core.status import (
+    CaptureStatus,
     Consumers,
     EvaluationStatus,
+    OpenedCapture,
     ScoreAnswer,
     ScoreRequest,
     SessionStatus,
@@ -33,8 +34,8 @@ from polarnode.core.weights import (
     WeightsState,
     WeightsStatus,
 )
-from polarnode.engine.adapter_store import AdapterOrder
 from polarnode.engine.weight_values import (
+    AdapterOrder,
     BroadcastBucket,
     GroupOrder,
     MemoryOrder,
@@ -43,7 +44,6 @@ from polarnode.engine.weight_values import (
     UpdateOrder,
 )
 from polarnode.journal.values import JournalStatistics
-from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
 
 # ── answers ────────────────────────────────────────────────────────────
 

@@ -1,5 +1,5 @@
-"""The query parameters of a URL, read as strictly as a body: unknown ones are refused, and each refusal names
-its parameter (`?after`).
+"""The query parameters of a URL, read as strictly as a body, and what a reader acknowledges: unknown ones are
+refused, and each refusal names its parameter (`?after`).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ from attrs import frozen
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.errors import Refused
+from polarnode.core.positions import ALONE, Position
 from polarnode.core.trajectory import Status
-from polarnode.journal.journal import check_consumer
-from polarnode.journal.values import USUAL_KINDS, EventKind, Filters
+from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, check_consumer
 from polarnode.trainers import FORMATS
 
 Kind = Literal["trajectories", "sft", "rewards"]
@@ -66,6 +66,25 @@ def check_sequence_number(seq: int) -> None:
     """Raise Refused for what is not an event's number. SQLite has 64 bits for it."""
     if not 0 <= seq < 1 << 63:
         raise Refused("seq must be the number of an event, as the stream's `id:` line has it", path="$.seq")
+
+
+@frozen(kw_only=True)
+class Ack:
+    """The body of POST /v1/trajectories/ack: the stream's `id:` line, or the number that a node's has."""
+
+    consumer: str
+    id: str | None = None
+    seq: int | None = None
+
+    @property
+    def position(self) -> Position:
+        """What is acknowledged. Raises Refused."""
+        if (self.id is None) == (self.seq is None):
+            raise Refused("id is missing: send the stream's `id:` line, or seq, one of them", path="$.id")
+        if self.id is not None:
+            return Position.read(self.id, "$.id")
+        check_sequence_number(self.seq or 0)
+        return Position({ALONE: self.seq or 0})
 
 
 def _refused(name: str, sentence: str) -> Refused:

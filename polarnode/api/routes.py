@@ -13,7 +13,7 @@ from quart import Response, request
 
 from polarnode.api.exports import check_format, event_stream, export, file_pieces, format_json
 from polarnode.api.metrics import CONTENT_TYPE, exposition
-from polarnode.api.query import FILTERS, Query, check_sequence_number, last_event_id, read_query
+from polarnode.api.query import FILTERS, Ack, Query, last_event_id, read_query
 from polarnode.api.service import NotFound, Service, json_response
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec.json import dump_json, plain, structure
@@ -21,15 +21,16 @@ from polarnode.core.codec.tasks import read_capture, read_capture_end, read_eval
 from polarnode.core.codec.trajectories import read_score, score_json, trajectory_json, turns_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
-from polarnode.core.positions import ALONE, Position
+from polarnode.core.positions import ALONE
 from polarnode.core.status import ScoreAnswer, SessionRecord
 from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import AdapterReport, WeightsReport
-from polarnode.engine.adapter_store import AdapterOrder, AdapterStore
+from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.scoring import Scoring
 from polarnode.engine.update import Make
 from polarnode.engine.weight_values import (
+    AdapterOrder,
     BroadcastBucket,
     GroupOrder,
     MemoryOrder,
@@ -41,8 +42,7 @@ from polarnode.engine.weight_values import (
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json, body_json_or
 from polarnode.journal.damage import encoded
-from polarnode.journal.journal import check_consumer
-from polarnode.journal.values import TaskRecord
+from polarnode.journal.values import TaskRecord, check_consumer
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 
@@ -50,30 +50,32 @@ from polarnode.rollouts.evaluations import Evaluations
 
 
 @frozen(kw_only=True)
-class Ack:
-    """The body of POST /v1/trajectories/ack: the stream's `id:` line, or the number that a node's has."""
-
-    consumer: str
-    id: str | None = None
-    seq: int | None = None
-
-    @property
-    def position(self) -> Position:
-        """What is acknowledged. Raises Refused."""
-        if (self.id is None) == (self.seq is None):
-            raise Refused("id is missing: send the stream's `id:` line, or seq, one of them", path="$.id")
-        if self.id is not None:
-            return Position.read(self.id, "$.id")
-        check_sequence_number(self.seq or 0)
-        return Position({ALONE: self.seq or 0})
-
-
-@frozen(kw_only=True)
 class Routes:
     """The handlers."""
 
     service: Service
-    sessions_dir: Path | None
+    sessions_dir: Path | None = None  # where the node keeps artifacts
+
+    def rows(self) -> Iterator[RouteRow]:
+        """The rows that every node's table has."""
+        yield from (
+            ("POST", "/v1/tasks", self.submit),
+            ("GET", "/v1/tasks", self.tasks),
+            ("GET", "/v1/tasks/<task_id>", self.task),
+            ("DELETE", "/v1/tasks/<task_id>", self.cancel),
+            ("GET", "/v1/trajectories/stream", self.stream),
+            ("POST", "/v1/trajectories/ack", self.acknowledge),
+            ("GET", "/v1/consumers", self.consumers),
+            ("DELETE", "/v1/consumers/<path:consumer>", self.forget_consumer),
+            ("GET", "/v1/trajectories/<session_id>", self.trajectory),
+            ("GET", "/v1/sessions/<session_id>", self.session),
+            ("GET", "/v1/sessions/<session_id>/artifacts", self.artifacts),
+            ("GET", "/v1/export", self.export),
+            ("GET", "/v1/status", self.status),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/healthz", self.healthz),
+            ("GET", "/readyz", self.readyz),
+        )
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 

@@ -8,13 +8,12 @@ the log has the details.
 
 from collections.abc import Iterable
 from math import ceil
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 from quart import Response
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
-from polarnode.api.metrics import Figures
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import (
@@ -26,13 +25,14 @@ from polarnode.core.errors import (
     Superseded,
     Unreadable,
 )
-from polarnode.core.status import Submitted
+from polarnode.core.status import CaptureStatus, LiveSessionStatus, OpenedCapture, Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
-from polarnode.engine.weight_values import PauseOrder
-from polarnode.journal.journal import Journal
-from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
-from polarnode.rollouts.scheduler import LiveSessionStatus
+
+if TYPE_CHECKING:  # a fleet's front has no engine, no journal and no containers, and starts in half the time
+    from polarnode.api.metrics import Figures
+    from polarnode.engine.weight_values import PauseOrder
+    from polarnode.journal.journal import Journal
 
 # ── the port ────────────────────────────────────────────────────────────
 
@@ -52,7 +52,7 @@ class CapturesService(Protocol):
 class Generation(Protocol):
     """Pauses and resumes generation."""
 
-    async def pause(self, order: PauseOrder) -> object: ...
+    async def pause(self, order: "PauseOrder") -> object: ...
 
     async def resume(self) -> object: ...
 
@@ -73,7 +73,7 @@ class Service(Protocol):
         """Folders of this machine that tasks may mount."""
 
     @property
-    def journal(self) -> Journal:
+    def journal(self) -> "Journal":
         """The journal of events and of consumers' positions."""
 
     @property
@@ -97,7 +97,7 @@ class Service(Protocol):
     def status(self) -> dict[str, Json]:
         """The node's part of GET /v1/status; the route adds the journal's."""
 
-    def figures(self) -> Figures:
+    def figures(self) -> "Figures":
         """The node's numbers for GET /metrics: immutable values, which a thread may read."""
 
     def ready(self) -> bool:

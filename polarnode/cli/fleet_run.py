@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.cli.output import open_console
-from polarnode.cli.serve import StopRequest, requested, stop_on_signals
+from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.fleet.config import FleetConfig

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from polarnode.cli import output
 from polarnode.cli.run import FRAME_ROWS, PLAIN_REFRESH_S, REFRESH_S, on_own_node
-from polarnode.cli.serve import StopRequest
+from polarnode.cli.stopping import StopRequest
 from polarnode.core import codec
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import Filters, StoredEvent, TaskRecord

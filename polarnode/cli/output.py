@@ -19,7 +19,7 @@ from rich.text import Text
 from polarnode.core.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from polarnode.rollouts.scheduler import LiveSessionStatus
+    from polarnode.core.status import LiveSessionStatus
 
 # ── console ───────────────────────────────────────────────────────────────────
 

@@ -18,8 +18,8 @@ from rich.live import Live
 from polarnode.cli import output
 from polarnode.cli.options import EXIT_INTERRUPTED, interrupted
 from polarnode.cli.output import fitted, harmless, open_console
-from polarnode.cli.serve import StopRequest, stop_on_signals
 from polarnode.cli.sources import SourceSelection, build_images, checked, note_lines, written_whole
+from polarnode.cli.stopping import StopRequest, stop_on_signals
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.core.task import TaskSpec

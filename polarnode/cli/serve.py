@@ -4,15 +4,13 @@ one.
 The first SIGINT or SIGTERM ends the sessions and delivers their trajectories; the second exits at once.
 """
 
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import trio
-from attrs import define, field
 from rich.console import Console
 
 from polarnode.cli.output import open_console
+from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.http.asgi import BrowserGuard
@@ -24,35 +22,6 @@ from polarnode.node.node import Node
 from polarnode.node.opening import open_node, serve_control_plane
 from polarnode.sources.reading import task_value
 from polarnode.support.bounded import open_node_log, private_folder
-
-# ── signals ───────────────────────────────────────────────────────────────────
-
-
-@define(eq=False)
-class StopRequest:
-    """A request to stop. The first signal calls `act`: it cancels the start while nothing runs, and ends the
-    sessions once they run.
-    """
-
-    act: Callable[[], None]
-    requested: bool = field(default=False, init=False)
-
-    def __call__(self) -> None:
-        self.requested = True
-        self.act()
-
-
-async def stop_on_signals(
-    stop: Callable[[], None], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
-) -> None:
-    """Call `stop` at the first signal; raise KeyboardInterrupt at the second."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        await anext(signals)
-        stop()
-        await anext(signals)
-        raise KeyboardInterrupt
-
 
 # ── serve ─────────────────────────────────────────────────────────────────────
 
@@ -91,13 +60,6 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             await requested(stop)
             await _end(node, console)
         nursery.cancel_scope.cancel()
-
-
-async def requested(stop: StopRequest) -> None:
-    """Wait for the first signal. A signal during the start has already cancelled this task."""
-    signalled = trio.Event()
-    stop.act = signalled.set
-    await signalled.wait()
 
 
 async def _end(node: Node, console: Console) -> None:

@@ -214,3 +214,59 @@ class ScoreAnswer:
     engine: str
     arrays: str
     rows: tuple[ScoredRow, ...]
+
+
+# ── live sessions ─────────────────────────────────────────────────────────────────
+
+
+Phase = Literal["init", "ready", "run", "post", "ended"]
+
+
+@frozen(kw_only=True)
+class LiveSessionStatus:
+    """The progress of one session. A sample of a group (`task_id`, `sample_index`) is over when one of its
+    attempts has an `outcome`.
+    """
+
+    session_id: str
+    task_id: str
+    harness: str
+    phase: Phase
+    turns: int
+    sampled_tokens: int
+    outcome: str | None = None
+    reward: float | None = None
+    traces: int | None = None
+    sample_index: int = 0
+    attempt: int = 0
+
+
+@frozen(kw_only=True)
+class OpenedCapture:
+    """An open capture: where its harness finds the model, and until when. `created` is False when this answer
+    repeats an earlier one.
+    """
+
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    key: str = field(repr=False)
+    base_urls: Mapping[str, str] = field(repr=False)
+    env: Mapping[str, str] = field(repr=False)
+    expires_s: float
+    created: bool = True
+
+
+@frozen(kw_only=True)
+class CaptureStatus:
+    """The progress of an open capture."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    turns: int
+    sampled_tokens: int
+    in_flight: int
+    expires_s: float

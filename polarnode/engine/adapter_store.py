@@ -20,13 +20,13 @@ from typing import Final
 from uuid import uuid4
 
 import trio
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from polarnode.core.codec.tasks import ADAPTER
 from polarnode.core.errors import ConfigError, Conflict, DiskFull, EngineError, PolarnodeError, Refused
 from polarnode.core.weights import AdapterReport, AdaptersState, AdapterState
 from polarnode.engine.checkpoints import BadCheckpoint, head
-from polarnode.engine.weight_values import DiskSource, Served
+from polarnode.engine.weight_values import AdapterOrder, DiskSource, Served
 from polarnode.engine.weights import WRITTEN_S, Weights, plain_of, served_of
 from polarnode.support.bounded import private_opener
 
@@ -38,15 +38,6 @@ MOST_BYTES: Final = 4 << 30
 # PEFT's are of some kilobytes; one that names each module of a model, of hundreds
 MOST_CONFIG: Final = 1 << 20
 INCOMING: Final = ".incoming-"  # a folder that is not whole; no adapter's name begins so
-
-
-@frozen(kw_only=True)
-class AdapterOrder:
-    """A version of an adapter, to be served from a folder of this machine."""
-
-    name: str
-    version: str
-    source: DiskSource
 
 
 @define(eq=False)

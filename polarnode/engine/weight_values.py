@@ -11,16 +11,18 @@ from base64 import b64decode
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attrs import field, frozen
 
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused
 from polarnode.core.weights import Backend, HostReport, MemoryTag, PauseMode, UpdateMode
-from polarnode.engine.host import Host
 from polarnode.engine.protocol import LoadBroadcast, LoadDisk, LoadTensors, ToHost
-from polarnode.engine.update import Make
+
+if TYPE_CHECKING:  # a fleet's front reads these values too, and has no engine
+    from polarnode.engine.host import Host
+    from polarnode.engine.update import Make
 
 # ── values ────────────────────────────────────────────────────────────
 
@@ -34,6 +36,15 @@ class DiskSource:
 
     kind: Literal["disk"] = "disk"
     path: str
+
+
+@frozen(kw_only=True)
+class AdapterOrder:
+    """A version of an adapter, to be served from a folder of this machine."""
+
+    name: str
+    version: str
+    source: DiskSource
 
 
 @frozen(kw_only=True)
@@ -167,7 +178,7 @@ def check(order: UpdateOrder) -> None:
             raise Refused("source.path has a NUL character: remove it", path="$.source.path")
 
 
-def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> list[Make]:
+def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> "list[Make]":
     """The loads of an order that comes in one request, in order."""
     match order.source:
         case DiskSource(path=path):
@@ -184,7 +195,7 @@ def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> list[Make]:
             ]
 
 
-def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") -> Make:
+def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") -> "Make":
     """`hosts` engines of `ranks` GPUs each."""
     if len(bucket.payloads) not in (ranks, hosts * ranks):
         wanted = (
@@ -203,7 +214,7 @@ def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") ->
     if len(payloads) == ranks:
         payloads *= hosts
 
-    def make(call: int, host: Host) -> ToHost:
+    def make(call: int, host: "Host") -> ToHost:
         return LoadTensors(
             call=call, payloads=payloads[host.index * ranks : (host.index + 1) * ranks], layout=bucket.layout
         )
@@ -221,7 +232,7 @@ def _bytes(text: str, path: str) -> bytes:
         ) from None
 
 
-def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> Make:
+def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> "Make":
     """Check before the trainer begins to send, because afterwards it would hang in a broadcast without a
     receiver.
     """

@@ -20,7 +20,7 @@ from polarnode.fleet.routes import passed
 from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets
 from polarnode.fleet.weights import FleetWeights, Words, took, worst
 from polarnode.http.asgi import RouteRow, body_json_or
-from polarnode.integrations.sglang import GROUP, OPERATIONS
+from polarnode.integrations.sglang_operations import GROUP, OPERATIONS
 
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 BUCKETS: Final = ("/update_weights_from_tensor", "/update_weights_from_distributed")

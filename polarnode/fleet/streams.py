@@ -18,8 +18,7 @@ from attrs import define, field, frozen
 from quart import Response, request
 
 from polarnode.api.exports import KEEP_ALIVE_S, WRITE_BYTES, check_format
-from polarnode.api.query import FILTERS, read_query
-from polarnode.api.routes import Ack
+from polarnode.api.query import FILTERS, Ack, read_query
 from polarnode.api.service import NotFound, json_response
 from polarnode.client.requests import Acknowledged, part, query_string
 from polarnode.client.values import ClientError, Unreachable, read_answer
@@ -32,8 +31,8 @@ from polarnode.core.positions import ALONE, Position
 from polarnode.core.status import Consumer, Consumers
 from polarnode.fleet.link import Link
 from polarnode.http.asgi import RouteRow, body_json
-from polarnode.journal.journal import check_consumer
 from polarnode.journal.retention import MOST
+from polarnode.journal.values import check_consumer
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial, wraps
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import trio
@@ -29,22 +29,21 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.app import Extension
-from polarnode.api.openapi_shapes import Operation, Refusal, UpdateResult, Where
 from polarnode.api.service import Service, answer_of, json_response
 from polarnode.core.codec.json import structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, PolarnodeError, Refused
-from polarnode.core.weights import AdapterReport, Backend, MemoryTag, PauseMode, WeightsReport
-from polarnode.engine.adapter_store import AdapterOrder, AdapterStore
+from polarnode.core.weights import AdapterReport, PauseMode, WeightsReport
+from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.update import Make
 from polarnode.engine.weight_values import (
     ALL_MEMORY,
+    AdapterOrder,
     BroadcastBucket,
     DiskSource,
     DistributedSource,
     GroupOrder,
-    Layout,
     MemoryOrder,
     PauseOrder,
     TensorBucket,
@@ -54,95 +53,21 @@ from polarnode.engine.weight_values import (
 )
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json_or
-
-# ── bodies ────────────────────────────────────────────────────────────
-
-# what SGLang's `load_format` may say here; of None and auto the node finds the format itself
-FileFormat = Literal["auto", "safetensors"]
-GROUP = "weight_update_group"  # SGLang's default name
-
-
-@frozen(kw_only=True)
-class DiskUpdate:
-    """UpdateWeightFromDiskReqInput; fields of SGLang that are not here change nothing on a node."""
-
-    model_path: str
-    load_format: FileFormat | None = None
-    weight_version: str | None = None
-    abort_all_requests: bool = False
-
-
-@frozen(kw_only=True)
-class GroupName:
-    """DestroyWeightsUpdateGroupReqInput."""
-
-    group_name: str = GROUP
-
-
-@frozen(kw_only=True)
-class DistributedUpdate(GroupName):
-    """UpdateWeightsFromDistributedReqInput: one bucket that rank 0 of the group broadcasts."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    load_format: Layout | None = None
-    weight_version: str | None = None
-
-
-@frozen(kw_only=True)
-class TensorUpdate:
-    """UpdateWeightsFromTensorReqInput: one bucket of handles, one for each GPU."""
-
-    serialized_named_tensors: tuple[str, ...]
-    load_format: Layout | None = None
-    weight_version: str | None = None
-
-
-@frozen(kw_only=True)
-class InitGroup(GroupName):
-    """InitWeightsUpdateGroupReqInput. The port may be text (AReaL sends it so)."""
-
-    master_address: str
-    master_port: int | str
-    rank_offset: int
-    world_size: int
-    backend: Backend = "nccl"
-
-
-@frozen(kw_only=True)
-class PauseGeneration:
-    """PauseGenerationReqInput. Without a mode SGLang aborts; a node retracts, which agents do not notice."""
-
-    mode: PauseMode = "retract"
-
-
-@frozen(kw_only=True)
-class NewVersion:
-    """UpdateWeightVersionReqInput."""
-
-    new_version: str
-
-
-@frozen(kw_only=True)
-class MemoryTags:
-    """ReleaseMemoryOccupationReqInput and ResumeMemoryOccupationReqInput."""
-
-    tags: tuple[MemoryTag, ...] | None = None
-
-
-@frozen(kw_only=True)
-class LoraAdapter:
-    """LoadLoRAAdapterReqInput and UnloadLoRAAdapterReqInput. AReaL names versions of NAME `NAME-v1` …"""
-
-    lora_name: str
-    lora_path: str = ""
-
-
-@frozen(kw_only=True)
-class Nothing:
-    """A body whose fields change nothing on a node."""
-
+from polarnode.integrations.sglang_operations import (
+    OPERATIONS,
+    REFUSED,
+    TABLE,
+    DiskUpdate,
+    DistributedUpdate,
+    GroupName,
+    InitGroup,
+    LoraAdapter,
+    MemoryTags,
+    NewVersion,
+    Nothing,
+    PauseGeneration,
+    TensorUpdate,
+)
 
 # ── the state between requests ────────────────────────────────────────────────
 
@@ -341,25 +266,6 @@ class SglangUpdates:
 
 # ── routes ────────────────────────────────────────────────────────────
 
-_SAMPLING: Final = (
-    "a node samples for its sessions: submit a task (POST /v1/tasks) or open a capture (POST /v1/capture)"
-)
-_ONE_MODEL: Final = "a node serves whole models from disk, handles or a broadcast: docs/weights.md"
-_OTHER_CHECKS: Final = "a node checks names, shapes and completeness of each update itself: leave this out"
-REFUSED: Final[Mapping[str, str]] = {
-    "/generate": _SAMPLING,
-    "/abort_request": (
-        "a node ends a session's calls with its session: DELETE /v1/tasks/{task_id}; to hold all generation,"
-        " POST /pause_generation"
-    ),
-    "/load_lora_adapter_from_tensors": "send a file: POST /load_lora_adapter, or client.tensors.push_adapter",
-    "/update_weights_from_ipc": _ONE_MODEL,
-    "/pull_weights": _ONE_MODEL,
-    "/post_process_weights": "a node serves no weights that are quantised after loading: send bfloat16",
-    "/weights_checker": _OTHER_CHECKS,
-    "/get_weights_by_name": _OTHER_CHECKS,
-}
-
 
 @frozen(kw_only=True)
 class SglangRoutes:
@@ -534,51 +440,13 @@ def _answered(handler: Handler) -> Handler:
     return answer
 
 
-# ── the table ────────────────────────────────────────────────────────────
-
-
-_OBJECT: Final = dict[str, Any]
-# the methods that SGLang takes, the path, the handler, what it is, and the body
-_TABLE: Final[tuple[tuple[str, str, str, str, Any], ...]] = (
-    ("POST", "/pause_generation", "pause", "Hold generation.", PauseGeneration),
-    ("POST", "/continue_generation", "resume", "Serve what was sent; generation continues.", _OBJECT),
-    ("GET POST", "/flush_cache", "flush", "Nothing: a cache is of one version.", None),
-    ("POST", "/update_weights_from_disk", "from_disk", "Serve a checkpoint.", DiskUpdate),
-    ("POST", "/update_weights_from_distributed", "from_group", "A bucket over a group.", DistributedUpdate),
-    ("POST", "/update_weights_from_tensor", "from_tensor", "A bucket of handles.", TensorUpdate),
-    ("POST", "/begin_weight_update", "begin", "The next buckets are one update.", _OBJECT),
-    ("POST", "/end_weight_update", "end", "Serve them.", _OBJECT),
-    ("POST", "/update_weight_version", "name", "Confirm the version of the weights.", NewVersion),
-    ("POST", "/init_weights_update_group", "init_group", "Join a process group.", InitGroup),
-    ("POST", "/destroy_weights_update_group", "destroy_group", "Leave it.", GroupName),
-    ("POST", "/release_memory_occupation", "release", "Lend GPU memory.", MemoryTags),
-    ("POST", "/resume_memory_occupation", "take", "Take it back.", MemoryTags),
-    ("POST", "/load_lora_adapter", "load_adapter", "Serve an adapter.", LoraAdapter),
-    ("POST", "/unload_lora_adapter", "unload_adapter", "Delete it.", LoraAdapter),
-    *(("GET", path, "version", "The version.", None) for path in ("/get_weight_version", "/weight_version")),
-    *(("GET", path, "model_info", "The model.", None) for path in ("/get_model_info", "/model_info")),
-    *(("GET", path, "server_info", "The engines.", None) for path in ("/get_server_info", "/server_info")),
-    ("GET", "/health_generate", "healthy", "Whether it serves.", None),
-    *(("POST", path, "", "Not on a node: the answer is why.", _OBJECT) for path in REFUSED),
-)
-OPERATIONS: Final[Mapping[Where, Operation]] = {
-    (method, path): Operation(
-        summary=summary,
-        tag="sglang",
-        body=body,
-        optional_body=body is not None,
-        open_body=True,
-        answer=_OBJECT,
-        errors=(409, 413) if method == "POST" else (503,),
-        refusal=UpdateResult | Refusal,  # the node's own before a handler: no token, another origin
-    )
-    for methods, path, _, summary, body in _TABLE
-    for method in methods.split()
-}
-
-
 def sglang_extension(
-    service: Service, *, weights: Weights, control: EngineControl, adapters: AdapterStore, memory_saver: bool
+    service: Service,
+    *,
+    weights: Weights,
+    control: EngineControl,
+    adapters: AdapterStore,
+    memory_saver: bool,
 ) -> Extension:
     """SGLang's routes. Its trainers have no place for a bearer token: HTTP's basic authentication with the
     token as its password is taken too.
@@ -593,7 +461,7 @@ def sglang_extension(
     )
     rows: tuple[RouteRow, ...] = tuple(
         (method, path, _answered(getattr(routes, name) if name else partial(_refuse, REFUSED[path])))
-        for methods, path, name, _, _ in _TABLE
+        for methods, path, name, _, _ in TABLE
         for method in methods.split()
     )
     return Extension(rows=rows, operations=OPERATIONS, basic=True)

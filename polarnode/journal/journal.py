@@ -550,10 +550,3 @@ def _lock(lock: IO[str], path: Path) -> None:
             f"the journal {path} is in use by another process: stop that node, or give this one its own state"
             " folder"
         ) from None
-
-
-def check_consumer(name: str) -> str:
-    """A consumer's name, or Refused."""
-    if not 0 < len(name) <= 128 or not name.isprintable():
-        raise Refused("consumer must be a name of 1 to 128 printable characters", path="$.consumer")
-    return name

@@ -8,6 +8,7 @@ from attrs import field, frozen
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.trajectories import Turns, trajectory_json
+from polarnode.core.errors import Refused
 from polarnode.core.status import SessionRecord, UnreadableEvent
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Damaged, Trajectory, Turn
@@ -257,3 +258,10 @@ class JournalStatistics:
     damaged: tuple[Damage, ...]
     warning: str | None
     refuses_tasks: bool
+
+
+def check_consumer(name: str) -> str:
+    """A consumer's name, or Refused."""
+    if not 0 < len(name) <= 128 or not name.isprintable():
+        raise Refused("consumer must be a name of 1 to 128 printable characters", path="$.consumer")
+    return name

@@ -20,6 +20,7 @@ from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, ConfigError, Conflict, PolarnodeError
 from polarnode.core.fleet import CopyOrder, NodeLoad, NodeReport, TaskCopy
+from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import TaskSpec
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines
@@ -41,7 +42,7 @@ from polarnode.rollouts.admission import backpressure, check_task
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges
-from polarnode.rollouts.scheduler import LiveSessionStatus, Scheduler
+from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.second_homes import SecondHomes
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel

@@ -19,10 +19,17 @@ from socket import socket
 import trio
 from attrs import evolve
 
-from polarnode.api.app import Extension, create_app
+from polarnode.api.app import control_plane
 from polarnode.api.callbacks import CallbackFormat, Receivers, callback_networks, open_callbacks
 from polarnode.api.fleet_routes import FleetRoutes
-from polarnode.api.routes import AdapterRoutes, CaptureRoutes, EvaluationRoutes, ScoreRoutes, WeightsRoutes
+from polarnode.api.routes import (
+    AdapterRoutes,
+    CaptureRoutes,
+    EvaluationRoutes,
+    Routes,
+    ScoreRoutes,
+    WeightsRoutes,
+)
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
 from polarnode.containers.probe import default_state_dir
@@ -51,7 +58,7 @@ from polarnode.gateway.endpoint import ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
-from polarnode.integrations.polar import callback_formats, polar_extension
+from polarnode.integrations.polar.extension import callback_formats, polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
@@ -555,36 +562,28 @@ def _machine_watch(config: NodeConfig, stages: Stages, engines: Engines, runtime
 @asynccontextmanager
 async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
     """The trainer's socket of a node, for as long as the block; gives its address."""
+    config = node.config
     rows = (
+        *Routes(service=node, sessions_dir=_sessions_dir(config)).rows(),
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
         *AdapterRoutes(store=node.adapters).rows(),
         *CaptureRoutes(captures=node.captures).rows(),
         *EvaluationRoutes(evaluations=node.evaluations).rows(),
         *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
         *FleetRoutes(node=node).rows(),
-        *WeightFiles(node.weights, Path(node.config.state_dir), node.config.token).rows(),
+        *WeightFiles(node.weights, Path(config.state_dir), config.token).rows(),
     )
-    config = node.config
     guard = BrowserGuard(
         bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
     )
-    app = create_app(
+    sglang = sglang_extension(
         node,
-        token=config.token,
-        guard=guard,
-        sessions_dir=_sessions_dir(config),
-        extensions=(
-            Extension(rows=rows),
-            polar_extension(node),
-            sglang_extension(
-                node,
-                weights=node.weights,
-                control=node.engine_control,
-                adapters=node.adapters,
-                memory_saver=config.memory_saver != "off",
-            ),
-        ),
+        weights=node.weights,
+        control=node.engine_control,
+        adapters=node.adapters,
+        memory_saver=config.memory_saver != "off",
     )
+    app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
     listener = Address(host=config.host, port=config.port)
     async with open_server(app, listener, connections=CONTROL_CONNECTIONS) as address:
         node.callbacks.own_ports.append({address.port, node.captures.port})

@@ -8,14 +8,14 @@ requests.
 """
 
 import secrets
-from collections.abc import Mapping
 from typing import Final
 
 import trio
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from polarnode.core.errors import Conflict, DiskFull, EvaluatorError, Refused
 from polarnode.core.ports import Endpoint, HarnessOrder
+from polarnode.core.status import CaptureStatus, OpenedCapture
 from polarnode.core.task import CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Timing, Trajectory, Turn, Verdict
 from polarnode.evaluators.contract import checked_rewards
@@ -59,37 +59,6 @@ def task_of(spec: CaptureSpec) -> TaskSpec:
         adapter=spec.adapter,
         metadata=spec.metadata,
     )
-
-
-@frozen(kw_only=True)
-class OpenedCapture:
-    """An open capture: where its harness finds the model, and until when. `created` is False when this answer
-    repeats an earlier one.
-    """
-
-    session_id: str
-    task_id: str
-    group_id: str
-    sample_index: int
-    key: str = field(repr=False)
-    base_urls: Mapping[str, str] = field(repr=False)
-    env: Mapping[str, str] = field(repr=False)
-    expires_s: float
-    created: bool = True
-
-
-@frozen(kw_only=True)
-class CaptureStatus:
-    """The progress of an open capture."""
-
-    session_id: str
-    task_id: str
-    group_id: str
-    sample_index: int
-    turns: int
-    sampled_tokens: int
-    in_flight: int
-    expires_s: float
 
 
 @define(eq=False, kw_only=True)

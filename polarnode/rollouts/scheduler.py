@@ -20,6 +20,7 @@ from attrs import define, evolve, field, frozen
 from polarnode.containers.pool import Demand
 from polarnode.core.errors import Refused
 from polarnode.core.fleet import TaskCopy
+from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
@@ -41,7 +42,7 @@ from polarnode.rollouts.lifecycle import (
     successor,
 )
 from polarnode.rollouts.services import NodeServices, SessionOrder
-from polarnode.rollouts.session import Phase, Session
+from polarnode.rollouts.session import Session
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import SemaphoreStatistics
 
@@ -51,25 +52,6 @@ KEPT_IMAGES = 32  # of recent tasks: a node keeps about so many prepared workspa
 NODE_ENDS = 8  # sessions of a fleet's place that its node may end with it: a task that ends nodes stops there
 WEIGHT = 0.05  # of a session's seconds in the average: about the last twenty count
 KEPT_ENDED = 10_000  # ended sessions that status still lists: about 1 kB each
-
-
-@frozen(kw_only=True)
-class LiveSessionStatus:
-    """The progress of one session. A sample of a group (`task_id`, `sample_index`) is over when one of its
-    attempts has an `outcome`.
-    """
-
-    session_id: str
-    task_id: str
-    harness: str
-    phase: Phase
-    turns: int
-    sampled_tokens: int
-    outcome: str | None = None
-    reward: float | None = None
-    traces: int | None = None
-    sample_index: int = 0
-    attempt: int = 0
 
 
 @frozen(kw_only=True)

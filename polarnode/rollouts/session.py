@@ -24,6 +24,7 @@ from attrs import define, evolve, field
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.ports import Endpoint, Launch
+from polarnode.core.status import Phase
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
@@ -41,8 +42,6 @@ INIT_ATTEMPTS = 2  # after two failures in a row a third container would fail fo
 # seconds for a harness to exit by itself after its budget is spent: mini retries a refusal for minutes
 SPENT_GRACE = 10.0
 LOG_LIMIT = 4 << 20  # bytes of a harness's output kept; a runaway print loop must not fill the disk
-
-Phase = Literal["init", "ready", "run", "post", "ended"]
 
 
 @define(eq=False)

@@ -19,12 +19,13 @@ from journal_samples import make_identity, make_spec, make_trajectory
 
 from polarnode.api import callbacks
 from polarnode.api import callbacks as module
-from polarnode.api.app import create_app
+from polarnode.api.app import control_plane
 from polarnode.api.callbacks import Callbacks, Receivers, callback_networks, open_callbacks, shown
+from polarnode.api.routes import Routes
 from polarnode.core.backoff import Backoff
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.http.server import Address, open_server
-from polarnode.integrations.polar import callback_formats
+from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.node.config import read_config
@@ -519,7 +520,7 @@ async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the
 async def test_a_task_with_an_unknown_format_is_refused_by_the_node(node: Node, tmp_path: Path) -> None:
     parts: dict[str, Any] = dict.fromkeys(attr.name for attr in fields(WholeNode) if attr.init)
     service = WholeNode(**(parts | {"journal": node.journal, "callbacks": node.callbacks}))
-    app = create_app(service, token="secret", sessions_dir=tmp_path)
+    app = control_plane(Routes(service=service, sessions_dir=tmp_path).rows(), token="secret")
     async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
         caller = Caller(url=f"http://127.0.0.1:{address.port}")
         task = {"instruction": "do it", "harness": {"name": "pi"}, "callback_url": "http://127.0.0.1:1/"}

@@ -14,10 +14,11 @@ import trio
 from control_plane_parts import Caller, TaskTaker, open_plane, other_rooms
 from journal_samples import make_trajectory
 
-from polarnode.api.app import EVERY, PARAMETERS, create_app, document
+from polarnode.api.app import EVERY, PARAMETERS, control_plane, document
 from polarnode.api.query import READERS
-from polarnode.integrations.polar import OPERATIONS
-from polarnode.integrations.sglang import OPERATIONS as SGLANG
+from polarnode.api.routes import Routes
+from polarnode.integrations.polar.extension import OPERATIONS
+from polarnode.integrations.sglang_operations import OPERATIONS as SGLANG
 from polarnode.journal.journal import open_journal
 
 ALL = {**EVERY, **OPERATIONS, **SGLANG}  # with Polar's and SGLang's
@@ -60,7 +61,9 @@ async def served(path: Path) -> tuple[set[tuple[str, str]], dict[str, Any]]:
 
 async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1.0) as journal:
-        app = create_app(TaskTaker(journal=journal), token=None, extensions=other_rooms(journal))
+        app = control_plane(
+            Routes(service=TaskTaker(journal=journal)).rows(), token=None, extensions=other_rooms(journal)
+        )
     rules = {
         (method, rule.rule)
         for rule in app.url_map.iter_rules()

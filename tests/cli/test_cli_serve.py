@@ -12,7 +12,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from polarnode.cli import serve
-from polarnode.cli.serve import StopRequest, stop_on_signals
+from polarnode.cli.stopping import StopRequest, stop_on_signals
 from polarnode.core.errors import ConfigError
 from polarnode.http.server import Address, listening_socket
 from polarnode.node.config import NodeConfig

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.cli import output
+from polarnode.core.status import LiveSessionStatus
 from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.rollouts.scheduler import LiveSessionStatus
 
 
 def printed(table: Table, width: int) -> list[str]:

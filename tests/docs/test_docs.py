@@ -13,8 +13,9 @@ import pytest
 from control_plane_parts import TaskTaker, other_rooms
 from journal_samples import make_trajectory
 
-from polarnode.api.app import BODY_BYTES, create_app
+from polarnode.api.app import BODY_BYTES, control_plane
 from polarnode.api.query import READERS
+from polarnode.api.routes import Routes
 from polarnode.api.service import SENTENCES
 from polarnode.cli.main import main as command
 from polarnode.core import codec
@@ -145,7 +146,9 @@ async def journal(tmp_path: Path) -> Any:
 
 
 async def test_every_route_of_the_control_plane_is_documented(journal: Journal) -> None:
-    app = create_app(TaskTaker(journal=journal), token=None, extensions=other_rooms(journal))
+    app = control_plane(
+        Routes(service=TaskTaker(journal=journal)).rows(), token=None, extensions=other_rooms(journal)
+    )
     served = {
         f"{method} {re.sub('<(?:path:)?([a-z_]+)>', '{' + chr(92) + '1}', rule.rule)}"
         for rule in app.url_map.iter_rules()
@@ -219,7 +222,7 @@ def test_every_setting_of_the_simulated_engine_is_documented() -> None:
 
 
 async def test_what_is_documented_as_missing_is_missing(journal: Journal) -> None:
-    app = create_app(TaskTaker(journal=journal), token=None)
+    app = control_plane(Routes(service=TaskTaker(journal=journal)).rows(), token=None)
     rules = {rule.rule for rule in app.url_map.iter_rules()}
     assert not rules & {"/"}
 

@@ -49,6 +49,7 @@ def test_a_prepared_image_breaks_a_tie_alone() -> None:
 def test_nobody_with_room_is_nobody() -> None:
     assert home_of(task(), [Candidate(report=report(A, busy="the disk is full"))]) is None
     assert home_of(task(5), [Candidate(report=report(A, pending_limit=4))]) is None
+    assert home_of(task(4), [Candidate(report=report(A, pending_limit=4), placed=1)]) is None
     assert home_of(task(), []) is None
 
 

@@ -17,19 +17,19 @@ from control_plane_parts import Plane, TaskTaker, open_exchange
 from journal_samples import make_trajectory
 from polar_client import PolarClient, Refused
 
-from polarnode.api.app import create_app
+from polarnode.api.app import control_plane
 from polarnode.api.metrics import Figures
+from polarnode.api.routes import Routes
 from polarnode.core.conversation import Message
 from polarnode.core.errors import Busy, DiskFull
+from polarnode.core.status import CaptureStatus, LiveSessionStatus, OpenedCapture
 from polarnode.core.task import CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import NewMessages, Outcome, Trajectory
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.server import Address, open_server
-from polarnode.integrations.polar import polar_extension
+from polarnode.integrations.polar.extension import polar_extension
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.rollouts.captures import CaptureStatus, OpenedCapture
-from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.support.concurrency import SemaphoreStatistics
 
 REQUEST: dict[str, Any] = {
@@ -201,7 +201,9 @@ async def open_parts(
         service, captures = BusyTaker(journal=journal), OpenCaptures(journal)
         service.generation, service.captures = service.held, captures
         service.volumes = volumes
-        app = create_app(service, token=token, extensions=[polar_extension(service)])
+        app = control_plane(
+            Routes(service=service).rows(), token=token, extensions=[polar_extension(service)]
+        )
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             url = f"http://127.0.0.1:{address.port}"
             plane = Plane(url=url, journal=journal, service=service)

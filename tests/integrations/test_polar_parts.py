@@ -17,6 +17,7 @@ from journal_samples import make_spec, make_trajectory, make_turn
 from polarnode.api.service import NotFound
 from polarnode.core.codec.tasks import NAME
 from polarnode.core.errors import Busy, Conflict, DiskFull, JournalError, PolarnodeError, Refused
+from polarnode.core.status import LiveSessionStatus
 from polarnode.integrations.polar import answers, completions, gateway, tasks
 from polarnode.integrations.polar.answers import (
     dispatch_name,
@@ -29,7 +30,6 @@ from polarnode.integrations.polar.answers import (
     task_name,
 )
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.sources.polar import request_found
 from polarnode.sources.source import spec_of
 

@@ -18,7 +18,8 @@ from weights_kit import Plane, open_weights_plane, simulated_tiny
 
 from polarnode.engine import weights as weights_module
 from polarnode.engine.memory import EngineControl
-from polarnode.integrations.sglang import REFUSED, PauseGeneration, SglangUpdates
+from polarnode.integrations.sglang import SglangUpdates
+from polarnode.integrations.sglang_operations import REFUSED, PauseGeneration
 from polarnode.node.config import TINY_MODEL
 
 GOOD, BAD = (b64encode(data).decode() for data in (pickle.dumps([]), b"this is no pickle"))

@@ -19,9 +19,9 @@ from polarnode.core.codec import trajectory_json
 from polarnode.core.errors import JournalError, Refused
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.journal.entries import Entry
-from polarnode.journal.journal import Journal, check_consumer, open_journal
+from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.schema import VERSION
-from polarnode.journal.values import Filters, Retention, json_encoder
+from polarnode.journal.values import Filters, Retention, check_consumer, json_encoder
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
 

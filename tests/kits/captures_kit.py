@@ -21,15 +21,15 @@ from fakes_runtime import MemoryRuntimes
 from plane_kit import ANYWHERE, CONTEXT
 from tokens_kit import model
 
-from polarnode.api.app import Extension, create_app
-from polarnode.api.routes import CaptureRoutes, EvaluationRoutes, ScoreRoutes
+from polarnode.api.app import Extension, control_plane
+from polarnode.api.routes import CaptureRoutes, EvaluationRoutes, Routes, ScoreRoutes
 from polarnode.core.ports import Engine
 from polarnode.engine.scoring import Scoring
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.http.server import Certificate, open_server
-from polarnode.integrations.polar import polar_extension
+from polarnode.integrations.polar.extension import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
@@ -135,8 +135,10 @@ async def open_desk(
                 *EvaluationRoutes(evaluations=evaluations).rows(),
                 *ScoreRoutes(scoring=services.scoring).rows(),
             )
-            app = create_app(
-                service, token="secret", extensions=[Extension(rows=rows), polar_extension(service)]
+            app = control_plane(
+                Routes(service=service).rows(),
+                token="secret",
+                extensions=[Extension(rows=rows), polar_extension(service)],
             )
             async with open_server(app, ANYWHERE) as address:
                 yield Desk(Caller(url=f"http://{address.host}:{address.port}"), captures, journal, tally)

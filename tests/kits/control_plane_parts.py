@@ -13,21 +13,28 @@ import h11
 import trio
 from attrs import define, field, frozen
 
-from polarnode.api.app import Extension, create_app
+from polarnode.api.app import Extension, control_plane
 from polarnode.api.metrics import Figures
-from polarnode.api.routes import AdapterRoutes, CaptureRoutes, EvaluationRoutes, ScoreRoutes, WeightsRoutes
+from polarnode.api.routes import (
+    AdapterRoutes,
+    CaptureRoutes,
+    EvaluationRoutes,
+    Routes,
+    ScoreRoutes,
+    WeightsRoutes,
+)
 from polarnode.api.service import Submitted
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, DiskFull, PolarnodeError
+from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import TaskSpec
 from polarnode.engine.routing import EngineStatistics
 from polarnode.engine.scoring import Scoring
 from polarnode.http.server import Address, open_server
-from polarnode.integrations.polar import polar_extension
+from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
-from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.support.metrics import NodeCounters
 
 
@@ -297,7 +304,7 @@ async def open_plane(
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal)
         async with open_server(
-            create_app(service, token=token, sessions_dir=path.parent),
+            control_plane(Routes(service=service, sessions_dir=path.parent).rows(), token=token),
             Address(host="127.0.0.1", port=port),
             connections=connections,
         ) as address:

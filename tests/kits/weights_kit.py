@@ -15,8 +15,8 @@ import trio
 from attrs import define, frozen
 from control_plane_parts import Caller, TaskTaker
 
-from polarnode.api.app import Extension, create_app
-from polarnode.api.routes import AdapterRoutes, WeightsRoutes
+from polarnode.api.app import Extension, control_plane
+from polarnode.api.routes import AdapterRoutes, Routes, WeightsRoutes
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.host import Loaded
@@ -80,7 +80,9 @@ async def open_weights_plane(
             *AdapterRoutes(store=store).rows(),
             *files.rows(),
         )
-        app = create_app(node, token="secret", extensions=[Extension(rows=rows), sglang])
+        app = control_plane(
+            Routes(service=node).rows(), token="secret", extensions=[Extension(rows=rows), sglang]
+        )
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             yield Plane(
                 Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal, store, reports

@@ -17,20 +17,18 @@ from typing import ParamSpec
 
 from quart import Response, request
 
-from polarnode.api.callbacks import CallbackFormat
 from polarnode.api.service import Service, answer_of, json_response
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.codec.tasks import NAME
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused, Unreadable
-from polarnode.core.status import SessionRecord
+from polarnode.core.status import LiveSessionStatus, SessionRecord
 from polarnode.http.asgi import body_json
 from polarnode.journal.damage import encoded
 from polarnode.journal.entries import RUN
 from polarnode.journal.journal import Journal
 from polarnode.journal.queries import Recent
-from polarnode.journal.values import StoredEvent, TaskRecord
-from polarnode.rollouts.scheduler import LiveSessionStatus
+from polarnode.journal.values import TaskRecord
 from polarnode.trainers.polar import missing_result, origin_of, session_result, task_word
 
 P = ParamSpec("P")
@@ -91,29 +89,6 @@ def status_head(task: TaskRecord) -> dict[str, Json]:
     """The first fields of a TaskStatus."""
     over = sum(session.outcome is not None for session in task.sessions)
     return {**result_head(task), "total_sessions": len(task.sessions), "completed_sessions": over}
-
-
-def callback_formats(*, node: str) -> Mapping[str, CallbackFormat]:
-    """Polar's values of `callback_format`: `polar_task`, the TaskResult when a task ends, and
-    `polar_session`, a SessionResult for each session. `node` is the node's id in results.
-    """
-
-    def task_result(journal: Journal, event: StoredEvent, task: TaskRecord) -> AsyncGenerator[bytes, None]:
-        return task_body(journal, task, result_head(task), node=node)
-
-    async def one_session(
-        journal: Journal, event: StoredEvent, task: TaskRecord
-    ) -> AsyncGenerator[bytes, None]:
-        session = next((one for one in task.sessions if event.key == f"trajectory:{one.session_id}"), None)
-        if session is None:  # it lost its place in the group, and has no SessionResult
-            yield event.json(journal.id)
-        else:
-            yield await session_body(journal, task, session, node=node)
-
-    return {
-        "polar_task": CallbackFormat(kinds=("task",), body=task_result, refusal=callback_refusal),
-        "polar_session": CallbackFormat(kinds=("trajectory",), body=one_session, refusal=callback_refusal),
-    }
 
 
 REASON_CHARACTERS = 200  # of a receiver's own words in the log

@@ -20,10 +20,10 @@ from quart import Response
 from polarnode.api.service import Service
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Json
+from polarnode.core.status import LiveSessionStatus
 from polarnode.core.trajectory import Turn, sequence
 from polarnode.http.asgi import RouteRow
 from polarnode.integrations.polar.answers import live_sessions, moment
-from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.trainers.polar import (
     PHASES,
     answer_json,

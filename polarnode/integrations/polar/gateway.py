@@ -18,7 +18,7 @@ from polarnode.api.service import NotFound, Service, json_response
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
-from polarnode.core.status import SessionRecord
+from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionRecord
 from polarnode.core.task import CaptureEnd, CaptureSpec
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.asgi import RouteRow
@@ -35,8 +35,7 @@ from polarnode.integrations.polar.answers import (
 from polarnode.integrations.polar.completions import completion_pieces
 from polarnode.integrations.polar.tasks import MOST_TASKS, TaskRoutes, session_row
 from polarnode.journal.values import TaskRecord
-from polarnode.rollouts.captures import HARNESS, CaptureStatus
-from polarnode.rollouts.scheduler import LiveSessionStatus
+from polarnode.rollouts.captures import HARNESS
 from polarnode.trainers.polar import PHASES, Origin, with_origin
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from quart import Response, request
 from polarnode.api.service import NotFound, Service, json_response
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
-from polarnode.core.status import SessionRecord
+from polarnode.core.status import LiveSessionStatus, SessionRecord
 from polarnode.core.task import TaskSpec
 from polarnode.http.asgi import RouteRow
 from polarnode.integrations.polar.answers import (
@@ -30,7 +30,6 @@ from polarnode.integrations.polar.answers import (
 )
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import TaskRecord
-from polarnode.rollouts.scheduler import LiveSessionStatus
 from polarnode.sources.polar import request_found, their_paths
 from polarnode.sources.source import spec_of
 from polarnode.support.bounded import remember
