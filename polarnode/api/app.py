@@ -85,6 +85,7 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
         "explode": False,
         "schema": {"type": "array", "items": _enum(get_args(EventKind)), "minItems": 1},
     },
+    "model": _one("Of a fleet that serves several models: which one is meant.", {"type": "string"}),
 }
 
 

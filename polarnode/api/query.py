@@ -38,6 +38,7 @@ class Query:
     limit: int = 100
     before: str | None = None
     kinds: tuple[EventKind, ...] = USUAL_KINDS
+    model: str | None = None  # of a fleet's front: which nodes are meant
 
     def filters(self) -> Filters:
         return Filters(
@@ -166,6 +167,7 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "limit": _limit,
     "before": _text,
     "kinds": _kinds,
+    "model": _text,
 }
 
 

@@ -34,6 +34,7 @@ CONVERTED = (
     "import_paths",
     "allowed_hosts",
     "adapters",
+    "labels",
 )  # flags whose form differs from the config's field
 
 
@@ -101,9 +102,8 @@ def node_options(command: Command) -> Command:
             help="Record the routed experts of each token, for tasks that ask for them.",
         ),
         click.option("--lora-rank", type=int, help="Largest rank of adapters. [default: 0, none taken]"),
-        click.option(
-            "--adapter", "adapters", metavar="NAME=FOLDER", multiple=True, help="Serve this adapter."
-        ),
+        click.option("--adapter", "adapters", metavar="NAME=FOLDER", multiple=True, help="One to serve."),
+        click.option("--label", "labels", metavar="NAME=VALUE", multiple=True, help="Tasks require it."),
         click.option("--run-limit", type=int, help="Most harnesses running at once. [default: 64]"),
         click.option(
             "--record-requests",
@@ -247,10 +247,11 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     for name in ("import_paths", "allowed_hosts"):
         if params.get(name):
             flags[name] = list(params[name])
-    if named := [each.partition("=") for each in params.get("adapters") or ()]:
-        if bad := [name for name, _, folder in named if not folder]:
-            raise ConfigError(f"--adapter {bad[0]}: write it as NAME=FOLDER")
-        flags["adapters"] = {name: folder for name, _, folder in named}
+    for name, flag, form in (("adapters", "--adapter", "NAME=FOLDER"), ("labels", "--label", "NAME=VALUE")):
+        if named := [each.partition("=") for each in params.get(name) or ()]:
+            if bad := [first for first, _, second in named if not second]:
+                raise ConfigError(f"{flag} {bad[0]}: write it as {form}")
+            flags[name] = {first: second for first, _, second in named}
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()

@@ -92,6 +92,7 @@ class CopyRow:
     cancelled: bool = False
     waiting: bool = False  # home of an earlier run of its node: POST /v1/fleet/resume confirms or retires it
     open_places: int = 0
+    requires: Mapping[str, str] = field(factory=dict)  # of the task: what its homes must have
 
 
 @frozen(kw_only=True)
@@ -183,3 +184,27 @@ class NodeReport:
     held: int = 0  # results that wait for their second home
     tasks_digest: str = ""  # changes when GET /v1/fleet/tasks does
     status: Mapping[str, Json] = field(factory=dict)  # figures for people: of GET /v1/status
+
+    def meets(self, requires: Mapping[str, str]) -> bool:
+        """Whether the node has all labels that a task requires."""
+        return unmet(requires, self.all_labels) is None
+
+    @property
+    def all_labels(self) -> Mapping[str, str]:
+        """Its own labels, and those that every node has."""
+        return every_label(self.labels, node=self.node, model=self.model)
+
+
+def every_label(labels: Mapping[str, str], *, node: str, model: str) -> dict[str, str]:
+    """The labels of a node, with those that every node has: no setting can give these another value."""
+    return {**labels, "model": model, "node": node}
+
+
+def unmet(requires: Mapping[str, str], labels: Mapping[str, str]) -> str | None:
+    """The name of the first label that a task requires and a node has not, or has with another value."""
+    return next((name for name, value in requires.items() if labels.get(name) != value), None)
+
+
+def label_texts(labels: Mapping[str, str]) -> str:
+    """Labels as people write them, in one order."""
+    return ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))

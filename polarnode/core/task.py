@@ -211,7 +211,9 @@ class GroupSpec:
 
 @frozen(kw_only=True)
 class TaskSpec:
-    """One task: `num_samples` sessions of the same harness on the same instruction, which form a group."""
+    """One task: `num_samples` sessions of the same harness on the same instruction, which form a group.
+    `requires`: labels that the node that runs it has, `model` and `node` among them.
+    """
 
     instruction: str
     harness: HarnessSpec
@@ -219,6 +221,7 @@ class TaskSpec:
     group_id: str | None = None
     num_samples: int = 1
     priority: int = 50
+    requires: Mapping[str, str] = field(factory=dict)
     runtime: RuntimeSpec = field(factory=RuntimeSpec)
     builder: BuilderSpec = field(factory=BuilderSpec)
     evaluator: EvaluatorSpec = field(factory=EvaluatorSpec)
@@ -249,6 +252,7 @@ class CaptureSpec:
     group_id: str | None = None
     sample_index: int = 0
     num_samples: int = 1
+    requires: Mapping[str, str] = field(factory=dict)  # as of a task
     builder: BuilderSpec = field(factory=BuilderSpec)
     budgets: Budgets = field(factory=Budgets)
     sampling: Sampling = field(factory=Sampling)

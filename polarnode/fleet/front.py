@@ -36,6 +36,7 @@ from polarnode.core.fleet import (
     ResumeOrder,
     TaskCopy,
     TermOrder,
+    label_texts,
 )
 from polarnode.core.status import Submitted
 from polarnode.core.task import TaskSpec
@@ -43,7 +44,7 @@ from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link, NobodyListens
 from polarnode.fleet.members import GONE_S, FleetMember, MemberState, Roster
 from polarnode.fleet.ownership import KnownHomes, NodePlan, Seen, majority, owner_of, plans
-from polarnode.fleet.placement import BUSY_S, home_of, second_of
+from polarnode.fleet.placement import BUSY_S, able_of, home_of, insist_possible, second_of
 from polarnode.support.bounded import remember
 
 logger = logging.getLogger(__name__)
@@ -328,9 +329,13 @@ class Front:
             ended=self.homes.ended,
         )
 
-    def _second(self, task_id: str, home: str) -> str:
+    def _second(self, task_id: str, home: str, requires: Mapping[str, str] | None = None) -> str:
+        """Another home for a task. What it `requires` is found in a copy, where that is not given."""
+        if requires is None:
+            copies = ((each.rows or {}).get(task_id) for each in self.roster.members.values())
+            requires = next((row.requires for row in copies if row is not None and row.requires), {})
         able = [each.journal for each in self.roster.in_state("up", "stale", "joining") if each.answers]
-        return second_of(task_id, home, able)
+        return second_of(task_id, home, set(able) & {*able_of(requires, home, self.roster.reports())})
 
     async def _carry_out(self, member: FleetMember, plan: NodePlan) -> None:
         """Ask a node for what was decided. What fails is decided again."""
@@ -393,16 +398,14 @@ class Front:
         if len(self.roster.members) == 1:
             (alone,) = self.roster.members.values()
             return await self._hand_over(alone, spec, key)
-        home = home_of(spec, self.roster.candidates())
-        member = None if home is None else self.roster.of_journal(home)
-        if home is None or member is None:
-            raise Busy(f"no node takes the task now: {self._why_full()}", retry_after=BUSY_S)
+        member = self.node_for(spec)
+        home = member.journal
         task_id = spec.task_id or f"task-{secrets.token_hex(8)}"
         copy = TaskCopy(
             task_id=task_id,
             epoch=Epoch(self.term, 0),
             home=home,
-            second=self._second(task_id, home),
+            second=self._second(task_id, home, spec.requires),
             spec=evolve(spec, task_id=task_id),
             idempotency_key=key,
             submitted=time.time(),
@@ -413,6 +416,16 @@ class Front:
             return await self._placed(copy, member)
         finally:
             self._placing.discard(task_id)
+
+    def node_for(self, spec: TaskSpec) -> FleetMember:
+        """The node that takes a task or a capture. Raises Refused where none ever could, and Busy."""
+        reports = self.roster.reports()
+        insist_possible(spec.requires, reports, complete=len(reports) == len(self.roster.members))
+        home = home_of(spec, self.roster.candidates())
+        member = None if home is None else self.roster.of_journal(home)
+        if member is None:
+            raise Busy(f"no node takes the task now: {self._why_full(spec)}", retry_after=BUSY_S)
+        return member
 
     async def _hand_over(self, member: FleetMember, spec: TaskSpec, key: str | None) -> Submitted:
         """The submission of a task that a node has, or of a fleet of one node, is answered by the node."""
@@ -458,10 +471,15 @@ class Front:
                 retry_after=STARTING_S,
             )
 
-    def _why_full(self) -> str:
-        up = self.roster.in_state("up")
-        reasons = [each.report.load.busy for each in up if each.report is not None and each.report.load.busy]
-        return reasons[0] if reasons else f"{len(up)} of {len(self.roster.members)} nodes are up, and full"
+    def _why_full(self, spec: TaskSpec) -> str:
+        up = [each.report for each in self.roster.in_state("up") if each.report is not None]
+        able = [each for each in up if each.meets(spec.requires)]
+        reasons = [each.load.busy for each in able if each.load.busy]
+        if spec.requires and not able:
+            silent = [each.name for each in self.roster.members.values() if each.report is None]
+            never = f"; {', '.join(silent[:5])} never answered" if silent else ""
+            return f"no node that has {label_texts(spec.requires)} is up{never}"
+        return reasons[0] if reasons else f"{len(able)} of {len(self.roster.members)} nodes are up, and full"
 
     async def find(self, task_id: str | None, key: str | None = None) -> FleetMember | None:
         """The node that owns a task, by its id or key. Busy while its owner is being changed, or a node that

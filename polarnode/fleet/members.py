@@ -138,6 +138,10 @@ class Roster:
         member = self.of_journal(journal)
         return journal if member is None else member.name
 
+    def reports(self) -> list[NodeReport]:
+        """The last report of every member that ever answered."""
+        return [each.report for each in self.members.values() if each.report is not None]
+
     def candidates(self) -> Iterable[Candidate]:
         """Those that take tasks."""
         found = (each.candidate for each in self.members.values())

@@ -10,7 +10,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 from quart import Response, request
 from quart_trio import QuartTrio
 
@@ -19,7 +19,7 @@ from polarnode.api.service import NotFound, error_json, json_response
 from polarnode.client.requests import JSON_BODY
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.json import plain, read_json
-from polarnode.core.codec.tasks import MAX_EVALUATED, read_evaluation, read_task
+from polarnode.core.codec.tasks import MAX_EVALUATED, read_capture, read_evaluation, read_task
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Refused
 from polarnode.core.positions import Position
@@ -27,7 +27,7 @@ from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.fleet.front import Front
 from polarnode.fleet.link import NodeAnswer
 from polarnode.fleet.members import FleetMember
-from polarnode.fleet.placement import BUSY_S, home_of, queue_s
+from polarnode.fleet.placement import BUSY_S, models_of, one_model, queue_s
 from polarnode.http.asgi import RouteRow, body_json
 
 EVALUATIONS_JOINED: Final = "+"  # between the ids of a request's evaluations on several nodes
@@ -197,10 +197,9 @@ class FrontRoutes:
     async def begin_capture(self) -> Response:
         """Placed on a node, and answered with that node's address; all of one task on the same node."""
         body = await sent_body() or b"{}"
-        value = read_json(body)
-        task_id = value.get("task_id") if isinstance(value, dict) else None
-        member = await self.front.find(task_id) if isinstance(task_id, str) else None
-        member = member or self._any()
+        spec = read_capture(read_json(body))
+        member = await self.front.find(spec.task_id) if spec.task_id else None
+        member = member or self.front.node_for(evolve(ANY, requires=spec.requires))
         answer = await member.link.ask("POST", "/v1/capture", body=body, headers=JSON_BODY)
         if answer.status < 300:
             self.front.nodes_of_sessions[answer.json["session_id"]] = member.journal
@@ -214,14 +213,6 @@ class FrontRoutes:
                 found += answer["captures"]
                 limit += answer["limit"]
         return json_response({"captures": found, "limit": limit})
-
-    def _any(self) -> FleetMember:
-        """The node with the least to do."""
-        home = home_of(ANY, self.front.roster.candidates())
-        member = None if home is None else self.front.roster.of_journal(home)
-        if member is None:
-            raise Busy("no node of the fleet takes this now", retry_after=BUSY_S)
-        return member
 
     # ── evaluations and scores ────────────────────────────────────────────────
 
@@ -250,11 +241,14 @@ class FrontRoutes:
         return json_response(_joined_evaluation(found))
 
     async def score(self) -> Response:
-        body = await sent_body()
-        path = path_of_request()
-        return passed(
-            await self._any().link.ask("POST", path, body=body, headers=JSON_BODY, timeout_s=SCORE_S)
-        )
+        """By a node with little to do; `model` of the query names its model, where nodes serve several."""
+        query = read_query(request.args, "arrays", "model")
+        body, path = await sent_body(), f"/v1/score?arrays={query.arrays}"
+        reports = self.front.roster.reports()
+        model = one_model(query.model, reports, complete=len(reports) == len(self.front.roster.members))
+        requires = {} if model is None else {"model": model}
+        member = self.front.node_for(evolve(ANY, requires=requires))
+        return passed(await member.link.ask("POST", path, body=body, headers=JSON_BODY, timeout_s=SCORE_S))
 
     # ── the fleet ─────────────────────────────────────────────────────────────
 
@@ -348,11 +342,12 @@ def fleet_status(front: Front) -> dict[str, Json]:
     reports = [each.report for each in members if each.report is not None]
     up = [each.report for each in front.roster.in_state("up") if each.report is not None]
     versions = sorted({each.version for each in up if each.version is not None})
+    models = models_of(reports)
     return {
         "node": "fleet",
         "front": {"id": front.id, "term": front.term, "in_office": front.in_office},
         "nodes": [node_json(each) for each in members],
-        "model": {"name": reports[0].model if reports else ""},
+        "model": {"name": models[0] if len(models) == 1 else "", "names": list[Json](models)},
         "weights": {"version": versions[0] if len(versions) == 1 else None, "versions": list[Json](versions)},
         "scheduler": {
             "live": sum(each.load.live for each in up),

@@ -81,6 +81,7 @@ def _parts(data: bytes) -> tuple[float, list[bytes]]:
 # ── copies ────────────────────────────────────────────────────────────
 
 _COPY: Final = "SELECT task_id, role, term, number, home, second, cancelled, body, checksum FROM copies "
+_REQUIRES: Final = b'{"requires":{"'  # how a copy begins whose task requires labels
 _LATER: Final = "(term < ?1 OR (term = ?1 AND number < ?2))"  # than the row's epoch is the one that is given
 
 
@@ -88,7 +89,14 @@ def copy_entry(copy: TaskCopy, role: Role, *, places: int = 0) -> Entry:
     """A task's row, unless there is one of this epoch or a later one, or the task was this journal's own. It
     takes the `places` that were staged for it; nothing is written when they are not all there.
     """
-    body = dump_json({"spec": task_json(copy.spec), "key": copy.idempotency_key, "submitted": copy.submitted})
+    body = dump_json(
+        {
+            "requires": {**copy.spec.requires},  # first: a list of all copies reads no specs for it
+            "spec": task_json(copy.spec),
+            "key": copy.idempotency_key,
+            "submitted": copy.submitted,
+        }
+    )
     return Entry(ROW_BYTES + len(body), partial(_put_copy, copy=copy, role=role, body=body, places=places))
 
 
@@ -260,9 +268,9 @@ def copy_rows(
 
 
 def _copy_row(db: sqlite3.Connection, row: tuple[Any, ...], waiting: Collection[str]) -> CopyRow:
-    task_id, role, term, number, home, second, cancelled, *_ = row
+    task_id, role, term, number, home, second, cancelled, body, _ = row
+    copy = _copy(db, row) if role == "second" or body.startswith(_REQUIRES) else None
     if role == "second":
-        copy = _copy(db, row)
         query = "SELECT count(*) FROM commits WHERE task_id = ?"
         samples = 0 if copy is None else copy.spec.num_samples
         left = max(0, samples - int(db.execute(query, (task_id,)).fetchone()[0]))
@@ -280,6 +288,7 @@ def _copy_row(db: sqlite3.Connection, row: tuple[Any, ...], waiting: Collection[
         cancelled=cancelled is not None,
         waiting=task_id in waiting,
         open_places=left,
+        requires={} if copy is None else copy.spec.requires,
     )
 
 

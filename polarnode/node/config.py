@@ -16,6 +16,7 @@ from attrs import field, fields, frozen
 
 from polarnode.containers.egress.rules import CALLBACK_NETWORKS
 from polarnode.core import codec
+from polarnode.core.codec.labels import label_faults
 from polarnode.core.codec.limits import address, is_loopback, url_fault
 from polarnode.core.codec.tasks import HOST
 from polarnode.core.conversation import Json
@@ -114,6 +115,8 @@ class NodeConfig:
     record_requests: str | None = None
     runtimes_dir: str | None = None  # image recipes; None: the checkout's own `runtimes/`
     node_id: str = "node-0"
+    # what tasks may require of a node, such as gpu = "h100"; `model` and `node` every node has
+    labels: Mapping[str, str] = field(factory=dict)
     # sessions that are not over, those that wait too: 11 kB each, and a trainer gains nothing by a longer
     # queue
     pending_limit: int = 20_000
@@ -286,9 +289,18 @@ def _check(config: NodeConfig) -> None:
             raise ConfigError(f"{name} must be at least 1")
     if config.capture_limit < 0:
         raise ConfigError("capture_limit must be 0 or more: 0 takes no captures")
+    _check_labels(config.labels)
     _check_captures(config)
     _check_retention(config)
     _check_access(config)
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    for path, sentence in label_faults(labels, "labels"):
+        raise ConfigError(f"{path} {sentence}")
+    for name in ("model", "node"):
+        if name in labels:
+            raise ConfigError(f"labels.{name} cannot be set: it is the {name}'s own name on every node")
 
 
 def _check_captures(config: NodeConfig) -> None:

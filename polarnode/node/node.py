@@ -165,6 +165,7 @@ class Node:
             term=self.homes.term,
             front=self.homes.front,
             version=self.weights.status().version,
+            labels=self.config.labels,
             load=NodeLoad(
                 slots=self.config.run_limit,
                 live=scheduler.live,

@@ -477,7 +477,7 @@ async def _open_sessions(
         return open_server(plane.app_for(session_id), listener)
 
     services = NodeServices(
-        identity=NodeIdentity(node=config.node_id, model=model.name),
+        identity=NodeIdentity(node=config.node_id, model=model.name, labels=config.labels),
         journal=journal,
         runtimes=runtimes,
         stages=_stages(config),

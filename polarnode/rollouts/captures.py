@@ -57,6 +57,7 @@ def task_of(spec: CaptureSpec) -> TaskSpec:
         thinking=spec.thinking,
         carry=spec.carry,
         adapter=spec.adapter,
+        requires=spec.requires,
         metadata=spec.metadata,
     )
 
@@ -248,6 +249,7 @@ class Captures:
                 f"carry.routed_experts is not available here: {self.services.unrouted}",
                 path="$.carry.routed_experts",
             )
+        self.services.check_labels(spec.requires)
         self.services.check_adapter(spec.adapter)
         self.services.check_teacher(spec.carry)
         build(spec.builder, (), allowed_imports=self.services.allowed_imports)

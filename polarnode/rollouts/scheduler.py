@@ -194,6 +194,7 @@ class Scheduler:
 
     def _admitted(self, spec: TaskSpec) -> Admitted:
         services = self.services
+        services.check_labels(spec.requires)
         services.check_adapter(spec.adapter)
         services.check_teacher(spec.carry)
         return admitted(

@@ -3,7 +3,7 @@
 Keep `harness_order` the only function that makes a harness's order, so that a task runs as it was admitted.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from socket import socket
@@ -14,7 +14,9 @@ from attrs import evolve, field, frozen
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.recipes import on_top
 from polarnode.containers.runtimes import Runtimes
+from polarnode.core.codec.json import child
 from polarnode.core.errors import Refused
+from polarnode.core.fleet import every_label, label_texts, unmet
 from polarnode.core.ports import Endpoint, HarnessOrder, Judge
 from polarnode.core.task import CarrySpec, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
@@ -110,10 +112,11 @@ class SessionJournal(Protocol):
 
 @frozen(kw_only=True)
 class NodeIdentity:
-    """The node and model named in every trajectory."""
+    """The node and model named in every trajectory, and the operator's labels."""
 
     node: str
     model: str
+    labels: Mapping[str, str] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -146,6 +149,18 @@ class NodeServices:
     def versions_of(self, adapter: str) -> Sequence[str]:
         """The versions that a session's tokens may have: an adapter's own, or the base's."""
         return self.adapters.versions(adapter) if adapter else self.versions()
+
+    def check_labels(self, requires: Mapping[str, str]) -> None:
+        """Raise Refused for a task that requires a label that this node has not."""
+        here = self.identity
+        labels = every_label(here.labels, node=here.node, model=here.model)
+        if (name := unmet(requires, labels)) is not None:
+            path = child("$.requires", name)
+            raise Refused(
+                f"{path.removeprefix('$.')} is {requires[name]!r}, and this node has"
+                f" {label_texts(labels)}: leave it out, or send the task to a node that has it",
+                path=path,
+            )
 
     def check_adapter(self, name: str) -> None:
         """Raise Refused for an adapter that no session can sample by."""

@@ -263,3 +263,10 @@ def test_a_token_that_others_may_read_is_named(
     shown = capsys.readouterr().err
     assert ("chmod 600" in shown) is warned
     assert "sekret" not in shown
+
+
+def test_labels_are_given_one_by_one() -> None:
+    config = options.config_of({"labels": ("gpu=h100", "site=a=b")})
+    assert config.labels == {"gpu": "h100", "site": "a=b"}
+    with pytest.raises(ConfigError, match="--label gpu: write it as NAME=VALUE"):
+        options.config_of({"labels": ("gpu",)})

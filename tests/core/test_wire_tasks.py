@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.core.codec import dump_json, read_json
+from polarnode.core.codec.labels import MAX_LABELS
 from polarnode.core.codec.tasks import (
     file_bytes,
     first_broken,
+    read_capture,
     read_task,
     read_toml_value,
     sampling_rules,
@@ -315,3 +317,23 @@ def test_another_thinking_policy_is_refused_at_its_path(policy: Json) -> None:
     with pytest.raises(Refused) as refused:
         read_task({**LEAST, "thinking": policy})
     assert refused.value.path == "$.thinking"
+
+
+def test_labels_that_a_task_requires_are_short_texts() -> None:
+    spec = read_task({**LEAST, "requires": {"gpu": "h100", "model": "Qwen3 8B"}})
+    assert spec.requires == {"gpu": "h100", "model": "Qwen3 8B"}
+    assert task_json(spec)["requires"] == {"gpu": "h100", "model": "Qwen3 8B"}
+    assert read_capture({"requires": {"gpu": "h100"}}).requires == {"gpu": "h100"}
+    for bad, path in (
+        ({"gpu": ""}, "$.requires.gpu"),
+        ({"gpu": 8}, "$.requires.gpu"),
+        ({"gpu": "a\nb"}, "$.requires.gpu"),
+        ({"gpu": "a" * 257}, "$.requires.gpu"),
+        ({"g" * 64: "a"}, f"$.requires.{'g' * 64}"),
+        ({f"l{each}": "1" for each in range(MAX_LABELS + 1)}, "$.requires"),
+        (["gpu"], "$.requires"),
+    ):
+        for read, value in ((read_task, LEAST), (read_capture, {})):
+            with pytest.raises(Refused) as refused:
+                read({**value, "requires": bad})
+            assert refused.value.path == path, bad

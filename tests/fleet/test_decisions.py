@@ -1,17 +1,26 @@
 """What the front decides, from values alone: where a task goes, who owns it, who is up."""
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.core.errors import ConfigError
+from polarnode.core.errors import ConfigError, Refused
 from polarnode.core.fleet import Adoption, CopyRow, Epoch, NodeLoad, NodeReport
 from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link
 from polarnode.fleet.members import GONE_S, SUSPECT_S, FleetMember, Roster
 from polarnode.fleet.ownership import KnownHomes, Seen, majority, owner_of, plans
-from polarnode.fleet.placement import Candidate, home_of, queue_s, second_of, unmet
+from polarnode.fleet.placement import (
+    Candidate,
+    able_of,
+    home_of,
+    insist_possible,
+    one_model,
+    queue_s,
+    second_of,
+)
 
 A, B, C = ("j" + letter * 16 for letter in "abc")
 
@@ -62,10 +71,66 @@ def test_a_second_home_is_another_and_moves_only_when_it_goes(task_id: str, jour
         assert second_of(task_id, A, journals - {other}) == chosen
 
 
+LABELS = st.dictionaries(st.sampled_from(["gpu", "site"]), st.sampled_from(["1", "2"]))
+MIXED = st.builds(
+    lambda labels, model: evolve(report(A), labels=labels, model=model), LABELS, st.sampled_from(["m", "n"])
+)
+
+
+def numbered(found: list[NodeReport]) -> list[NodeReport]:
+    return [evolve(each, journal=f"j{at}", node=f"n{at}") for at, each in enumerate(found)]
+
+
+@given(st.lists(MIXED, min_size=1, max_size=5), LABELS | st.just({"model": "m"}), st.booleans())
+def test_a_task_is_refused_only_where_no_node_could_ever_take_it(
+    found: list[NodeReport], requires: dict[str, str], complete: bool
+) -> None:
+    """Else it has a home and a second home that meet what it requires, of one model; or it waits."""
+    reports = numbered(found)
+    able = [each for each in reports if all(each.all_labels.get(n) == v for n, v in requires.items())]
+    if len({each.model for each in able}) > 1 or (complete and not able):
+        with pytest.raises(Refused, match="requires"):
+            insist_possible(requires, reports, complete=complete)
+        return
+    insist_possible(requires, reports, complete=complete)
+    home = home_of(task(requires=requires), [Candidate(report=each) for each in reports])
+    assert (home is None) == (not able)
+    if home is not None:
+        keepers = able_of(requires, home, reports)
+        assert home in keepers
+        assert {each.model for each in reports if each.journal in keepers} == {able[0].model}
+        assert {*keepers} == {each.journal for each in able}
+
+
+def test_a_refusal_names_the_field_and_what_there_is() -> None:
+    reports = numbered([evolve(report(A), labels={"gpu": "h100"}), evolve(report(B), labels={"site": "a"})])
+    for requires, path, words in (
+        ({"gpu": "b200"}, "$.requires.gpu", "they have h100"),
+        ({"disk": "1"}, "$.requires.disk", "their labels are gpu, model, node, site"),
+        ({"gpu": "h100", "site": "a"}, "$.requires", "gpu=h100, model=m, node=n0; model=m, node=n1, site=a"),
+    ):
+        with pytest.raises(Refused, match=words) as caught:
+            insist_possible(requires, reports, complete=True)
+        assert caught.value.path == path
+        insist_possible(requires, reports, complete=False)  # a node that never answered may have it
+    two = [evolve(reports[0], model="a"), evolve(reports[1], model="b")]
+    with pytest.raises(Refused, match="serves a, b") as caught:
+        insist_possible({}, two, complete=True)
+    assert caught.value.path == "$.requires.model"
+    assert one_model(None, reports, complete=True) == "m"
+    assert one_model("b", two, complete=True) == "b"
+    assert one_model("c", two, complete=False) == "c"
+    for asked in (None, "c"):
+        with pytest.raises(Refused, match="serves a, b") as caught:
+            one_model(asked, two, complete=True)
+        assert caught.value.path == "?model"
+
+
 def test_labels_and_the_queue() -> None:
     found = report(A, live=12)
-    assert unmet({"model": "m"}, found) is None
-    assert "requires h100" in (unmet({"gpu": "h100"}, found) or "")
+    assert found.meets({"model": "m", "node": A[:2]})
+    assert not found.meets({"gpu": "h100"})
+    assert evolve(found, labels={"gpu": "h100", "model": "x"}).meets({"gpu": "h100", "model": "m"})
     assert queue_s([Candidate(report=found), Candidate(report=report(B))]) == pytest.approx(8 * 10.0 / 8)
     assert queue_s([]) == 0.0
 

@@ -82,3 +82,19 @@ def test_a_broken_file_says_so() -> None:
 def test_the_embedded_model_is_package_data() -> None:
     assert (TINY_MODEL / "config.json").is_file()
     assert isinstance(read_config(flags={"model": "/models/x"}), NodeConfig)
+
+
+def test_labels_are_short_texts_and_the_names_of_every_node_stay_its_own() -> None:
+    assert read_config(toml='labels = {gpu = "h100", "site/row" = "a 1"}').labels == {
+        "gpu": "h100",
+        "site/row": "a 1",
+    }
+    for labels, words in (
+        ({"-gpu": "a"}, "'-gpu'] needs a name"),
+        ({"gpu": ""}, r"labels\.gpu must be 1 to 256 printable characters"),
+        ({"model": "m"}, r"labels\.model cannot be set"),
+        ({f"l{each}": "1" for each in range(33)}, "labels must be at most 32 labels, not 33"),
+        ({"gpu": 1}, "labels"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_config(flags={"labels": labels})

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from polarnode.core.codec import limits
 from polarnode.core.codec.json import child, plain, structure, subject
+from polarnode.core.codec.labels import label_faults
 from polarnode.core.codec.limits import check_value, url_fault
 from polarnode.core.conversation import Json, Sampling
 from polarnode.core.errors import Refused
@@ -112,6 +113,7 @@ def _session_rules(spec: TaskSpec | CaptureSpec) -> Iterator[Rule]:
     yield from sampling_rules(spec.sampling, "$.sampling")
     yield from _carry_rules(spec.carry)
     yield from adapter_rules(spec.adapter, "$.adapter")
+    yield from (Rule(False, *fault) for fault in label_faults(spec.requires, "$.requires"))
 
 
 def capture_end_rules(end: CaptureEnd) -> Iterator[Rule]:
