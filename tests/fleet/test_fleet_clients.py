@@ -1,0 +1,197 @@
+"""The contract of test_client_contract.py in short, on a fleet's front: every kind of client has of it what it has
+of a node. Positions are opaque here, so no event is counted by its number.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from client_kit import KINDS, here, open_client
+from fleet_kit import fleet_here, hollow_task
+from sources_kit import DATA
+
+from polarnode.client import ClientError
+from polarnode.core.codec import read_json
+from polarnode.core.errors import Refused
+
+TOKEN = "secret"
+SAMPLES = 2
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The front of two hollow nodes, for every test of this file."""
+    with here() as thread:
+        yield fleet_here(thread, tmp_path_factory.mktemp("fleet"), nodes=2, token=TOKEN)
+
+
+@attrs.define(eq=False)
+class Trainer:
+    """One kind of client, and names that no other test uses."""
+
+    kind: str
+    url: str
+    stack: ExitStack
+    mark: str
+
+    def client(self, **more: Any) -> Any:
+        given = {"token": TOKEN, "patience_s": 60.0, "ack_every_s": 0.0} | more
+        return self.stack.enter_context(open_client(self.kind, self.url, **given))
+
+    def task(self, name: str, **more: Any) -> dict[str, Any]:
+        return hollow_task(task_id=f"{self.mark}-{name}", **({"samples": SAMPLES, "seconds": 0.1} | more))
+
+
+@pytest.fixture(params=KINDS)
+def trainer(request: Any, url: str) -> Iterator[Trainer]:
+    with ExitStack() as stack:
+        yield Trainer(request.param, url, stack, f"{request.param}-{request.node.originalname[5:20]}")
+
+
+def of(trainer: Trainer, client: Any, *names: str) -> list[Any]:
+    """The groups of these tasks, in the order of the names."""
+    wanted = {f"{trainer.mark}-{name}" for name in names}
+    found: dict[str, Any] = {}
+    groups = client.groups()
+    while wanted - found.keys():
+        group = next(groups)
+        if group.task_id in wanted:
+            found[group.task_id] = group
+    groups.close()
+    return [found[f"{trainer.mark}-{name}"] for name in names]
+
+
+def test_a_task_is_submitted_seen_and_cancelled(trainer: Trainer) -> None:
+    client, spec = trainer.client(), trainer.task("slow", seconds=600)
+    taken = client.submit(spec)
+    assert (taken.task_id, taken.created, len(taken.session_ids)) == (spec["task_id"], True, SAMPLES)
+    assert client.submit(spec) == attrs.evolve(taken, created=False)
+    keyed = hollow_task(samples=1, seconds=600)
+    again = client.submit(keyed, idempotency_key=trainer.mark)
+    assert client.submit(keyed, idempotency_key=trainer.mark) == attrs.evolve(again, created=False)
+    status = client.task_status(taken.task_id)
+    assert (status.finished, [each.session_id for each in status.sessions]) == (
+        False,
+        list(taken.session_ids),
+    )
+    assert client.task(taken.task_id)["spec"]["num_samples"] == SAMPLES
+    assert taken.task_id in [task["task_id"] for task in client.tasks()]
+    assert taken.task_id in [task["task_id"] for task in client.tasks(before=again.task_id)]
+    assert client.session(taken.session_ids[1])["session"]["task_id"] == taken.task_id
+    assert (client.cancel(taken.task_id), client.cancel(again.task_id)) == (True, True)
+    [group] = of(trainer, client, "slow")
+    assert group.usable == ()
+    assert client.cancel(taken.task_id) is False
+    assert isinstance(client.status()["journal"]["last_seq"], str)
+    assert "polarnode_fleet_live_sessions" in client.metrics()
+
+
+def test_a_source_is_submitted_task_by_task(trainer: Trainer) -> None:
+    client = trainer.client()
+    path, more = DATA / "polar" / "task.json", {"runtime": {"volumes": []}, "task_id": trainer.mark}
+    [submitted] = client.submit_source(path, harness="pi", samples=3, over=more)
+    assert (submitted.task_id, len(submitted.session_ids)) == (trainer.mark, 3)
+    assert client.cancel(submitted.task_id)
+    with pytest.raises(Refused, match="no convention is known for somebody/else"):
+        client.submit_source(DATA / "swe" / "rows.jsonl", harness="codex")
+
+
+def test_an_error_is_the_nodes_sentence(trainer: Trainer) -> None:
+    client = trainer.client()
+    with pytest.raises(ClientError, match="did you mean num_samples") as caught:
+        client.submit({"instruction": "x", "harness": {"name": "pi"}, "nun_samples": 1})
+    error = caught.value
+    assert (error.status, error.type, error.path) == (400, "invalid_request", "$.nun_samples")
+    for ask in (client.task, client.task_status, client.cancel):
+        with pytest.raises(ClientError, match="no task 'none'") as missing:
+            ask("none")
+        assert missing.value.status == 404
+    with pytest.raises(ClientError, match="no session 'none'") as missing:
+        client.trajectory("none")
+    assert missing.value.status == 404
+    with pytest.raises(ClientError, match="token") as stranger:
+        next(trainer.client(token="wrong").trajectories())
+    assert stranger.value.status == 401
+    with pytest.raises(Refused, match="ack needs a consumer"):
+        client.trajectories(ack=True)
+
+
+def test_a_session_comes_in_every_way_alike(trainer: Trainer, tmp_path: Path) -> None:
+    client, spec = trainer.client(), trainer.task("one", samples=1)
+    client.submit(spec)
+    [group] = of(trainer, client, "one")
+    [trajectory] = group.trajectories
+    name = trajectory.session_id
+    events = client.trajectories(task_id=spec["task_id"], follow=False)
+    streamed = {event.key: event for event in events}
+    assert streamed[f"trajectory:{name}"].trajectory == client.trajectory(name) == trajectory
+    assert f"group:{spec['task_id']}" in streamed
+    assert client.trajectory(name, arrays="json").traces == trajectory.traces
+    assert [line["session_id"] for line in client.export(task_id=spec["task_id"])] == [name]
+    one = client.formatted(name, "slime", arrays="json")
+    pieces = client.export_bytes(format="slime", arrays="json", task_id=spec["task_id"])
+    assert [read_json(line) for line in b"".join(pieces).splitlines()] == [one]
+    with pytest.raises(ClientError, match="format must be one of"):
+        client.formatted(name, "nobodys")
+    with pytest.raises(ClientError) as missing:
+        client.artifacts(name, tmp_path / "never.tar")
+    assert (missing.value.status, (tmp_path / "never.tar").exists()) == (404, False)
+
+
+def test_what_was_acknowledged_does_not_come_again(trainer: Trainer) -> None:
+    client, consumer = trainer.client(), trainer.mark
+    names = [f"{number}" for number in range(4)]
+    for name in names:
+        client.submit(trainer.task(name, samples=1))
+    of(trainer, client, *names)
+    stream = client.trajectories(consumer=consumer, ack=True, follow=False)
+    first = [next(stream) for _ in range(3)]
+    stream.close()
+    [row] = [each for each in client.consumers() if each.consumer == consumer]
+    assert row.holds
+    assert row.behind_events > 0, "the third is still being worked on"
+    rest = list(client.trajectories(consumer=consumer, ack=True, follow=False))
+    assert first[2].key in [event.key for event in rest]
+    keys = [event.key for event in (*first[:2], *rest)]
+    assert len(keys) == len(set(keys))
+    assert {f"group:{trainer.mark}-{name}" for name in names} <= set(keys)
+    assert list(client.trajectories(consumer=consumer, ack=True, follow=False)) == []
+    client.acknowledge(consumer, first[0].id)
+    assert list(client.trajectories(consumer=consumer, follow=False)) == [], "it takes nothing back"
+    after = client.trajectories(after=first[1].id, follow=False)
+    assert {event.key for event in after} == {event.key for event in rest}
+    assert client.forget_consumer(consumer) is None
+    assert consumer not in [each.consumer for each in client.consumers()]
+
+
+def test_groups_come_whole_and_once(trainer: Trainer) -> None:
+    client, consumer = trainer.client(), trainer.mark
+    tasks = [client.submit(trainer.task(f"{number}")) for number in range(4)]
+    expected = {task.task_id: list(task.session_ids) for task in tasks}
+    found: dict[str, Any] = {}
+    groups = client.groups(consumer=consumer, ack=True)
+    while expected.keys() - found.keys():
+        group = next(groups)
+        assert group.task_id not in found
+        found[group.task_id] = group
+    groups.close()
+    for task_id, sessions in expected.items():
+        assert [member.session_id for member in found[task_id].members] == sessions
+        assert [each.session_id for each in found[task_id].trajectories] == sessions
+    again = {group.task_id for group in client.groups(consumer=consumer, ack=True, follow=False)}
+    assert again <= found.keys(), "what was not acknowledged because the last was still being worked on"
+    assert list(client.groups(consumer=consumer, ack=True, follow=False)) == []
+
+
+def test_an_agent_of_ones_own_is_captured(trainer: Trainer) -> None:
+    client = trainer.client()
+    with client.capture(task_id=f"{trainer.mark}-mine", metadata={"row": 7}) as session:
+        session.reward = 0.5
+    found = client.trajectory(session.session_id)
+    assert (found.task_id, found.reward, found.metadata) == (f"{trainer.mark}-mine", 0.5, {"row": 7})
+    with pytest.raises(ZeroDivisionError), client.capture() as broken:
+        raise ZeroDivisionError("of the agent")
+    assert broken.result.outcome.status == "failed"
