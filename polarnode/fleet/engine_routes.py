@@ -80,7 +80,7 @@ class FleetWeightsRoutes:
         """Answered when enough nodes serve it. `switch`: `rolling`, each by itself; `barrier`, none samples
         until all have it.
         """
-        read_query(request.args)
+        read_query(request.args, "model")
         body = await _object()
         switch = body.pop("switch", "rolling")
         if switch not in ("rolling", "barrier"):
@@ -177,7 +177,7 @@ class FleetWeightsRoutes:
         }
 
     async def show(self) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         words = took(await self.weights.ask(self.weights.able(), "GET", "/v1/weights"))
         desired = self.weights.desired
         version = None if desired is None else str(desired["version"])
@@ -186,7 +186,7 @@ class FleetWeightsRoutes:
     # ── in several requests ───────────────────────────────────────────────────
 
     async def begin(self) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         body = await _object()
         answer: Response = await self.weights.apart(partial(self._begin, body))
         return answer
@@ -247,7 +247,7 @@ class FleetWeightsRoutes:
 
     async def add(self, update_id: str) -> Response:
         """A bucket that one node refuses ends the update on all."""
-        read_query(request.args)
+        read_query(request.args, "model")
         opened, body = self._one_opened(update_id), await _object()
 
         async def run() -> Response:
@@ -271,7 +271,7 @@ class FleetWeightsRoutes:
         return answer
 
     async def commit(self, update_id: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         opened = self._one_opened(update_id)
 
         async def run() -> Response:
@@ -284,7 +284,7 @@ class FleetWeightsRoutes:
         return answer
 
     async def give_up(self, update_id: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         opened = self._one_opened(update_id)
         await self.weights.apart(partial(self._end, opened))
         self.opened.pop(update_id, None)
@@ -294,7 +294,7 @@ class FleetWeightsRoutes:
 
     async def join(self) -> Response:
         """Every node's GPUs have the ranks after those of the node before it, by address."""
-        read_query(request.args)
+        read_query(request.args, "model")
         body = await _object()
         members = self.weights.able()
         first = body.get("rank_offset", 1)
@@ -319,7 +319,7 @@ class FleetWeightsRoutes:
         return json_response({**words[0][1].json, "rank_offset": first}, 201)
 
     async def leave(self, name: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         self.weights.groups.pop(name, None)
         path = f"/v1/weights/groups/{quote(name, safe='')}"
         words = await self.weights.ask(self.weights.able(), "DELETE", path)
@@ -327,7 +327,7 @@ class FleetWeightsRoutes:
 
     async def _engine(self) -> Response:
         """Generation and memory of all nodes."""
-        read_query(request.args)
+        read_query(request.args, "model")
         body, path = await body_json_or({}), request.path
         send: Send = (lambda _: {}) if path == "/v1/engine/resume" else (lambda _: {"value": body})
 
@@ -349,7 +349,7 @@ class FleetWeightsRoutes:
     # ── adapters ──────────────────────────────────────────────────────────────
 
     async def update_adapter(self) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         body = await _object()
 
         async def run() -> Response:
@@ -372,7 +372,7 @@ class FleetWeightsRoutes:
 
     async def receive_adapter(self, name: str, version: str) -> Response:
         """The body goes to a file here, and from there to every node."""
-        read_query(request.args)
+        read_query(request.args, "model")
         length = request.content_length or 0
         if not 0 < length <= ADAPTER_BYTES:
             raise Refused(f"send 1 to {ADAPTER_BYTES} bytes with a Content-Length")
@@ -396,7 +396,7 @@ class FleetWeightsRoutes:
 
     async def adapters(self) -> Response:
         """Every adapter once, with the sums of the nodes' figures."""
-        read_query(request.args)
+        read_query(request.args, "model")
         words = took(await self.weights.ask(self.weights.able(), "GET", "/v1/adapters"))
         found: dict[str, dict[str, Any]] = {}
         for _, answer in words:
@@ -408,7 +408,7 @@ class FleetWeightsRoutes:
         return json_response({**whole, "adapters": list[Json](found.values())})
 
     async def delete_adapter(self, name: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
 
         async def run() -> Response:
             path = f"/v1/adapters/{quote(name, safe='')}"

@@ -20,11 +20,11 @@ from polarnode.core.errors import ConfigError
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front, open_front
+from polarnode.fleet.pools import WeightPools
 from polarnode.fleet.routes import FrontRoutes, answer_nodes_errors
 from polarnode.fleet.service import polar_routes
 from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.streams import StreamRoutes
-from polarnode.fleet.weights import FleetWeights
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, Certificate, open_server
 
@@ -151,15 +151,18 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         certificate = Certificate(config.tls_cert, config.tls_key)
     async with open_front(config, ask_again) as front:
         streams = StreamRoutes(roster=front.roster, nursery=front.nursery)
-        weights = FleetWeights(front=front)
-        front.joined.append(weights.bring)
-        front.nursery.start_soon(weights.keep)
-        engines = FleetWeightsRoutes(weights=weights)
-        rows = (*FrontRoutes(front=front).rows(), *streams.rows(), *engines.rows())
+        pools = WeightPools(front=front)
+        front.joined.append(pools.bring)
+        front.nursery.start_soon(pools.keep)
+        engines = pools.rows(lambda weights: FleetWeightsRoutes(weights=weights).rows())
+        rows = (*FrontRoutes(front=front).rows(), *streams.rows(), *engines)
         guard = BrowserGuard(
             bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
         )
-        extensions = (Extension(rows=rows), FleetSglang(weights=weights).extension(), polar_routes(front))
+        sglang = Extension(
+            rows=(*pools.rows(lambda weights: FleetSglang(weights=weights).extension().rows),), basic=True
+        )
+        extensions = (Extension(rows=rows), sglang, polar_routes(front))
         app = control_plane((), token=config.token, guard=guard, extensions=extensions)
         answer_nodes_errors(app)
         listener = Address(host=config.host, port=config.port)

@@ -1,4 +1,5 @@
-"""The weights and adapters of all nodes of a fleet: one desired version, which every node is brought to.
+"""The weights and adapters of all nodes that serve a model: one desired version, which every node is brought
+to.
 
 Invariants: requests that change weights run one after another, and each reaches a node in that order; a node
 that lacks the desired version, or an adapter, is stale and takes no new tasks; a joiner gets it first. What a
@@ -65,9 +66,12 @@ def report_of_all(words: Words) -> dict[str, Any]:
 
 @define(eq=False, kw_only=True)
 class FleetWeights:
-    """Changes of all nodes' weights. Run `keep` beside it."""
+    """Changes of the weights of all nodes that serve a model; None: of all nodes. Have `catch_up` called now
+    and then.
+    """
 
     front: Front
+    model: str | None = None
     desired: dict[str, Any] | None = None  # version, source and mode; None: the model's own
     adapters: dict[str, dict[str, Any] | None] = field(factory=dict)  # orders from a disk, else None
     paused: dict[str, Any] | None = None
@@ -84,10 +88,14 @@ class FleetWeights:
     def able(self) -> list[FleetMember]:
         """The nodes that answer, in one order."""
         able = self.front.roster.in_state("up", "stale", "draining", "suspect")
-        members = [each for each in able if each.answers]
+        members = [each for each in able if each.answers and self.has(each)]
         if not members:
-            raise Busy("no node of the fleet is up", retry_after=2.0)
+            raise Busy(f"no node of the fleet that serves {self.model or 'a model'} is up", retry_after=2.0)
         return sorted(members, key=lambda each: each.link.url)
+
+    def has(self, member: FleetMember) -> bool:
+        """Whether a node serves the model."""
+        return self.model is None or (member.report is not None and member.report.model == self.model)
 
     async def ask(
         self, members: Sequence[FleetMember], method: str, path: str, send: Send | None = None
@@ -244,7 +252,7 @@ class FleetWeights:
         """The answer of a node that takes a version's files from a peer; None where no peer serves it."""
         answer = None
         for peer in self.front.roster.in_state("up"):
-            if peer is member or peer.report is None:
+            if peer is member or not self.has(peer):
                 continue
             try:
                 found = await peer.link.ask("GET", "/v1/fleet/weights")
@@ -267,14 +275,12 @@ class FleetWeights:
         self.desired_at = last["at"]
         self.desired = {name: last[name] for name in ("version", "source", "mode")}
         for member in self.front.roster.in_state("up"):
-            if member.report is not None and member.report.version != last["version"]:
+            if self.has(member) and member.report and member.report.version != last["version"]:
                 self.mark(member, stale=True)
 
-    async def keep(self) -> None:
-        """Bring stale nodes up to date, until cancelled."""
-        while True:
-            await trio.sleep(CATCH_UP_S)
-            async with trio.open_nursery() as nursery:
-                for member in self.front.roster.in_state("stale"):
-                    if member.answers and not self._changing:
-                        nursery.start_soon(self.bring, member)
+    async def catch_up(self) -> None:
+        """Bring stale nodes up to date."""
+        async with trio.open_nursery() as nursery:
+            for member in self.front.roster.in_state("stale"):
+                if member.answers and self.has(member) and not self._changing:
+                    nursery.start_soon(self.bring, member)

@@ -22,6 +22,7 @@ from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front
 from polarnode.fleet.link import Link
 from polarnode.fleet.members import FleetMember
+from polarnode.fleet.pools import WeightPools
 from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets, verdict
 from polarnode.fleet.weights import FleetWeights
@@ -75,7 +76,9 @@ class Fleet:
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path, count: int = 2, **more: Any) -> AsyncIterator[Fleet]:
+async def opened(
+    tmp_path: Path, count: int = 2, models: tuple[str, ...] = ("m",) * 9, **more: Any
+) -> AsyncIterator[Fleet]:
     with trio.fail_after(120):
         async with AsyncExitStack() as stack:
             planes = []
@@ -91,12 +94,16 @@ async def opened(tmp_path: Path, count: int = 2, **more: Any) -> AsyncIterator[F
                 member = FleetMember(
                     link=Link(url=plane.node.url, token="secret"), last_byte=trio.current_time() + 1000
                 )
-                member.report = NodeReport(node=f"n{number}", journal=f"j{number}", model="m", ready=True)
+                member.report = NodeReport(
+                    node=f"n{number}", journal=f"j{number}", model=models[number], ready=True
+                )
                 member.rows, member.state = {}, "up"
                 front.roster.members[plane.node.url] = member
-            weights = FleetWeights(front=front)
-            rows = tuple(FleetWeightsRoutes(weights=weights).rows())
-            extensions = (Extension(rows=rows), FleetSglang(weights=weights).extension())
+            pools = WeightPools(front=front)
+            weights = pools.of(models[0])
+            rows = (*pools.rows(lambda pool: FleetWeightsRoutes(weights=pool).rows()),)
+            sglang = (*pools.rows(lambda pool: FleetSglang(weights=pool).extension().rows),)
+            extensions = (Extension(rows=rows), Extension(rows=sglang, basic=True))
             app = control_plane((), token="secret", extensions=extensions)
             address = await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))
             try:
@@ -126,6 +133,41 @@ async def test_one_request_updates_every_node(tmp_path: Path) -> None:
         bad = await fleet.trainer.post("/v1/weights", new("9", tmp_path / "none"))
         assert bad.status == 400
         assert await fleet.served() == ["8", "8"]
+        assert not fleet.front.roster.in_state("stale")
+
+
+async def test_an_update_of_one_model_reaches_no_node_of_another(tmp_path: Path) -> None:
+    async with opened(tmp_path, 3, ("policy", "policy", "judge")) as fleet:
+        for path, body in (("/v1/weights", new("7")), ("/pause_generation", {}), ("/v1/engine/pause", {})):
+            refused = await fleet.trainer.post(path, body)
+            assert refused.status == 400, (path, refused.text)
+            error = refused.json()["error"]
+            assert error["path"] == "?model"
+            assert "serves judge, policy" in error["message"]
+        assert (await fleet.trainer.post("/v1/weights?model=other", new("7"))).status == 400
+        answer = await fleet.trainer.post("/v1/weights?model=policy", new("7"))
+        assert answer.status == 201, answer.text
+        assert len(answer.json()["hosts"]) == 2
+        before = (await fleet.planes[2].told())["version"]
+        assert await fleet.served() == ["7", "7", before]
+        disk_update = {"model_path": str(TINY_MODEL), "weight_version": "8"}
+        answer = await fleet.trainer.post("/update_weights_from_disk?model=judge", disk_update)
+        assert answer.status == 200, answer.text
+        assert await fleet.served() == ["7", "7", "8"]
+        assert (await fleet.trainer.get("/v1/weights?model=judge")).json()["version"] == "8"
+        begun = await fleet.trainer.post(
+            "/v1/weights/updates?model=judge",
+            {"version": "9", "source": {"kind": "tensor", "buckets": []}},
+        )
+        path = f"/v1/weights/updates/{begun.json()['update_id']}"
+        added = await fleet.trainer.post(f"{path}/buckets?model=judge", {"payloads": ["gAQ="]})
+        assert added.status == 200, added.text
+        assert (await fleet.trainer.post(f"{path}/commit?model=policy", {})).status == 409
+        assert (await fleet.trainer.post(f"{path}/commit?model=judge", {})).status == 201
+        joiner = fleet.front.roster.members[fleet.planes[1].node.url]
+        joiner.state = "joining"
+        assert await fleet.weights.bring(joiner)
+        assert await fleet.served() == ["7", "7", "9"]
         assert not fleet.front.roster.in_state("stale")
 
 
