@@ -3,6 +3,7 @@
 Keep heavy imports inside the commands, as in `main`.
 """
 
+import shlex
 import sys
 from typing import Any
 
@@ -25,10 +26,37 @@ from polarnode.cli.options import node_address
     metavar="N",
     help="Start N nodes on this machine, to try a fleet; --engine, --cpu, --model and --config are theirs.",
 )
-@click.option("--engine", help="Engine of the local nodes: sglang, simulated, or the addresses of servers.")
-@click.option("--cpu", is_flag=True, help="Let the local nodes run the model on the CPU.")
-@click.option("--model", help="Checkpoint folder of the local nodes.")
-@click.option("--config", "file", help="TOML file with settings of the local nodes.")
+@click.option(
+    "--ray",
+    metavar="auto|ADDRESS",
+    help="Keep a node on each machine of this Ray cluster that has GPUs; the same options are theirs.",
+)
+@click.option(
+    "--gpus-per-node",
+    type=click.IntRange(0, 64),
+    default=8,
+    show_default=True,
+    help="With --ray: GPUs of each node. 0: a node on every machine, without GPUs.",
+)
+@click.option(
+    "--node-options",
+    default="",
+    metavar="OPTIONS",
+    help="With --ray or --local: more options of the nodes, such as '--tp 2 --run-limit 32'.",
+)
+@click.option(
+    "--node-state-dir",
+    default="~/.polarnode-ray",
+    show_default=True,
+    help="With --ray: folder for the nodes' state, on a disk of each machine.",
+)
+@click.option("--stop", is_flag=True, help="With --ray: end the nodes and their actors, and exit.")
+@click.option(
+    "--engine", help="Engine of the nodes started here: sglang, simulated, or addresses of servers."
+)
+@click.option("--cpu", is_flag=True, help="Let the nodes started here run the model on the CPU.")
+@click.option("--model", help="Checkpoint folder of the nodes started here.")
+@click.option("--config", "file", help="TOML file with settings of the nodes started here.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; others need TLS.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: a free one.")
 @click.option("--tls-cert", help="PEM file of the front's certificate with its chain.")
@@ -50,6 +78,11 @@ def fleet(
     /,
     nodes: tuple[str, ...],
     local: int,
+    ray: str | None,
+    gpus_per_node: int,
+    node_options: str,
+    node_state_dir: str,
+    stop: bool,
     engine: str | None,
     cpu: bool,
     model: str | None,
@@ -61,12 +94,13 @@ def fleet(
     \b
     polarnode fleet --local 3 --engine simulated
     polarnode fleet --nodes http://10.0.0.5:8080,http://10.0.0.6:8080
+    polarnode fleet --ray auto --gpus-per-node 8 --model /models/Qwen3-8B
     polarnode fleet --nodes @nodes.txt --host 0.0.0.0 --tls-cert front.pem --tls-key front.key
     polarnode fleet status
     polarnode fleet drain node-2
 
-    Nodes are started by whatever starts programs where you are: SLURM, Kubernetes, systemd (docs/fleet.md).
-    The front keeps nothing: it may be restarted, also on another machine.
+    Nodes are started by whatever starts programs where you are: Ray, SLURM, Kubernetes, systemd; see
+    docs/fleet.md. The front keeps nothing: it may be restarted, also on another machine.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -75,8 +109,17 @@ def fleet(
 
     given = {"--engine": engine, "--cpu": cpu, "--model": model, "--config": file}
     options = [part for name, value in given.items() if value for part in (name, value) if part is not True]
+    options += shlex.split(node_options)
     urls = tuple(url.strip() for each in nodes for url in each.split(",") if url.strip())
-    sys.exit(fleet_run.serve(FleetConfig(nodes=urls, **params), local=local, options=tuple(options)))
+    config = FleetConfig(nodes=urls, **params)
+    order = None
+    if ray is not None:
+        order = fleet_run.ray_order(config, ray, gpus_per_node, node_state_dir, tuple(options))
+    elif stop:
+        raise click.UsageError("--stop ends the nodes of a Ray cluster: give its address with --ray")
+    if stop and order is not None:
+        sys.exit(fleet_run.stop_ray(config, order))
+    sys.exit(fleet_run.serve(config, local=local, options=tuple(options), order=order))
 
 
 @fleet.command(short_help="Show the nodes of a fleet.")

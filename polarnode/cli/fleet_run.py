@@ -22,6 +22,8 @@ from polarnode.core.errors import ConfigError, boundary
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link
 from polarnode.fleet.members import MemberState
+from polarnode.fleet.ray_launcher import check_ray, ray_nodes, stop_nodes
+from polarnode.fleet.ray_machines import RayOrder
 from polarnode.fleet.serving import local_nodes, serve_front
 from polarnode.http.server import Address, listening_socket
 from polarnode.support.bounded import open_node_log, private_folder
@@ -29,23 +31,47 @@ from polarnode.support.bounded import open_node_log, private_folder
 COLOURS: dict[MemberState, str] = {"up": "green", "gone": "red", "suspect": "yellow", "stale": "yellow"}
 
 
-def serve(config: FleetConfig, *, local: int, options: tuple[str, ...]) -> int:
+def ray_order(
+    config: FleetConfig, address: str, gpus: int, folder: str, options: tuple[str, ...]
+) -> RayOrder:
+    """What is to be kept on a Ray cluster. Raises ConfigError where Ray is not installed."""
+    check_ray()
+    token = config.node_token or config.token
+    return RayOrder(address=address, gpus_per_node=gpus, folder=folder, options=options, token=token)
+
+
+def stop_ray(config: FleetConfig, order: RayOrder) -> int:
+    """End the nodes of a Ray cluster; returns the exit code."""
+    state = Path(config.state_dir)
+    with boundary(ConfigError, f"--state-dir {state} cannot be written"):
+        private_folder(state)
+    ended = trio.run(stop_nodes, order, state)
+    open_console().print(f"{ended} nodes of the Ray cluster were ended")
+    return 0
+
+
+def serve(config: FleetConfig, *, local: int, options: tuple[str, ...], order: RayOrder | None = None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. `local` nodes of this machine are started with
-    `options`.
+    `options`, those of a Ray cluster by `order`.
     """
     if not local:
-        config.check()
+        evolve(config, nodes=config.nodes or (("@ray",) if order else ())).check()
     listening_socket(Address(host=config.host, port=config.port)).close()
     state = Path(config.state_dir)
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         private_folder(state)
         open_node_log(state)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
-    trio.run(_serve, config, local, options, open_console())
+    trio.run(_serve, config, local, options, order, open_console())
     return 0
 
 
-async def _serve(config: FleetConfig, local: int, options: tuple[str, ...], console: Console) -> None:
+async def _serve(
+    config: FleetConfig, local: int, options: tuple[str, ...], order: RayOrder | None, console: Console
+) -> None:
+    def report(text: str) -> None:
+        console.print(f"· {text}", style="dim")
+
     async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
@@ -54,6 +80,11 @@ async def _serve(config: FleetConfig, local: int, options: tuple[str, ...], cons
             nodes = await stack.enter_async_context(local_nodes(local, folder, options, os.environ))
             console.print(f"· {local} nodes start on this machine: {', '.join(nodes)}", style="dim")
             config = evolve(config, nodes=(*config.nodes, *nodes)).check()
+        if order is not None:
+            report(f"asking Ray at {order.address} for its machines")
+            ray = await stack.enter_async_context(ray_nodes(order, Path(config.state_dir), report))
+            config = evolve(config, nodes=(*config.nodes, ray.entry))
+            report(f"nodes of the Ray cluster are listed in {ray.file}; they go on when the front stops")
         _, address = await stack.enter_async_context(serve_front(config))
         scheme = "http" if config.tls_cert is None else "https"
         url = f"{scheme}://{address.host}:{address.port}"

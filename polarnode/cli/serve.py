@@ -4,6 +4,8 @@ one.
 The first SIGINT or SIGTERM ends the sessions and delivers their trajectories; the second exits at once.
 """
 
+import logging
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -20,8 +22,12 @@ from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node, serve_control_plane
+from polarnode.node.orphan import orphaned
 from polarnode.sources.reading import task_value
 from polarnode.support.bounded import open_node_log, private_folder
+from polarnode.support.concurrency import open_background
+
+logger = logging.getLogger(__name__)
 
 # ── serve ─────────────────────────────────────────────────────────────────────
 
@@ -46,6 +52,7 @@ async def _serve(config: NodeConfig, console: Console) -> None:
         async with (
             open_node(config, report=lambda text: console.print(f"· {text}", style="dim")) as node,
             serve_control_plane(node) as address,
+            open_background(partial(_stop_as_orphan, node, stop)),
         ):
             url = f"http://{address.host}:{address.port}"
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
@@ -60,6 +67,17 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             await requested(stop)
             await _end(node, console)
         nursery.cancel_scope.cancel()
+
+
+async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> None:
+    """Stop a node that has a lifeline, when nobody holds it and no front follows the node any more."""
+    config = node.config
+    ready.set()
+    if config.lifeline is None:
+        return
+    await orphaned(Path(config.lifeline), lambda: bool(node.homes.feeds), config.orphan_s)
+    logger.warning("nobody has held or followed this node for %g s: it ends", config.orphan_s)
+    stop()
 
 
 async def _end(node: Node, console: Console) -> None:

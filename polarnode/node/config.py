@@ -109,6 +109,11 @@ class NodeConfig:
     allowed_hosts: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
+    # file that whoever started the node holds a lock on; None: the node lives until it is stopped
+    lifeline: str | None = None
+    # seconds without that lock, and without a front that follows the node, before it ends by itself: a
+    # machine with the front and Ray's head is back in less, and GPUs are lost to nobody for longer
+    orphan_s: float = 300.0
     # images and containers; None: one per user, shared by nodes so that images are built once
     podman_dir: str | None = None
     # folder where every request of a harness is written as it came, for `polarnode replay`
@@ -287,6 +292,8 @@ def _check(config: NodeConfig) -> None:
     for name in ("pending_limit", "init_limit", "run_limit", "post_limit", "carried_mb", "lora_slots"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} must be at least 1")
+    if not 0 < config.orphan_s < inf:
+        raise ConfigError("orphan_s must be more than 0 seconds")
     if config.capture_limit < 0:
         raise ConfigError("capture_limit must be 0 or more: 0 takes no captures")
     _check_labels(config.labels)

@@ -30,6 +30,7 @@ from polarnode.engine.adapters import Adapters
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.node import opening
 from polarnode.node.config import NodeConfig
+from polarnode.node.orphan import orphaned
 
 BYTES_A_TOKEN = 27  # of a trajectory's JSON: its id, its logprob, its mask
 
@@ -151,7 +152,11 @@ async def main(folder: Path, ports: list[int], token: str | None, settings: dict
             node, address = await stack.enter_async_context(open_hollow(config))
             line = {"node": name, "url": f"http://{address.host}:{address.port}", "journal": node.journal.id}
             print(json.dumps(line), flush=True)
-        await trio.lowlevel.wait_readable(sys.stdin)  # whoever started this has gone
+        if lifeline := os.environ.get("POLARNODE_LIFELINE"):  # a launcher that does not hold standard input
+            orphan_s = float(os.environ["POLARNODE_ORPHAN_S"])
+            await orphaned(Path(lifeline), lambda: bool(node.homes.feeds), orphan_s)
+        else:
+            await trio.lowlevel.wait_readable(sys.stdin)  # whoever started this has gone
         os._exit(0)  # a hollow node has nothing to save that is not in its journal
 
 

@@ -1,0 +1,228 @@
+"""The actor on each machine of a Ray cluster: it keeps one `polarnode` process, started or adopted.
+
+Ray's worker imports this module: it needs neither Ray nor Trio. Two locks decide, and the kernel gives them
+back whatever dies and however: NAME.lock is the lifeline, held by the actor, without which only a front's
+feed keeps the node alive; NAME.json is held by the node and has its pid and address, so that two actors
+cannot start two nodes. A node has a session of its own: Ray kills what is in an actor's process group.
+
+    python -m polarnode.fleet.ray_host RECORD URL PYTHON ARGUMENT…
+
+takes the node's lock, writes the record, and becomes the node.
+"""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Final
+
+from attrs import frozen
+
+from polarnode.core.backoff import Backoff
+from polarnode.fleet.ray_machines import HostedNode, HostOrder, node_arguments
+from polarnode.support.locks import lock_held, take_lock
+
+LOOK_S: Final = 0.5  # between looks at the node: Ray itself takes 3.4 s to run a dead actor again
+PAUSES: Final = Backoff(first_s=1.0, longest_s=60.0)  # between starts of a node that ends by itself
+SETTLED_S: Final = 120.0  # a node that lived so long did not fail to start: 23 to 116 s on GPUs
+STATUS_S: Final = 5.0  # for GET /v1/status
+STOP_S: Final = 45.0  # for a node to end its sessions and save them
+TAKE_S: Final = 2.0  # for a lock that is only being looked at
+PORTS: Final = range(20_000, 32_000)  # below those that connections to elsewhere get
+LOG_BYTES: Final = 16 << 20  # of what nodes print: the node's own log is in its state folder
+TAKEN: Final = 75  # exit code: another node has the state folder
+
+
+# ── the node's process ────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class NodeRecord:
+    """The process that has a machine's state folder. `began`: its start, in ticks since the machine's."""
+
+    pid: int
+    began: str
+    url: str
+
+    @classmethod
+    def read(cls, path: Path) -> "NodeRecord | None":
+        """The record of the last start; None where there is none, or it is being written."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def began(pid: int) -> str:
+    """When a process was started, "" where there is none: with the pid, it names a process for good."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def become_node(record: Path, url: str, argv: list[str]) -> None:
+    """Take the node's lock, write who has it, and run the node in this process."""
+    file = take_lock(record, wait_s=TAKE_S)
+    if file is None:
+        sys.exit(TAKEN)
+    file.truncate()
+    json.dump({"pid": os.getpid(), "began": began(os.getpid()), "url": url}, file)
+    file.flush()
+    os.set_inheritable(file.fileno(), True)  # over exec alone: a node's own children get no descriptors
+    os.execv(argv[0], argv)
+
+
+# ── the actor ────────────────────────────────────────────────────────────
+
+
+class NodeHost:
+    """The actor. A thread of its own looks after the node, so that no call to the actor waits."""
+
+    def __init__(self, given: HostOrder) -> None:
+        self._given = given
+        self._folder = Path(given.order.folder).expanduser()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        name = given.machine.name
+        self._record, self._lifeline = self._folder / f"{name}.json", self._folder / f"{name}.lock"
+        self._log, self._state = self._folder / f"{name}.log", self._folder / name
+        self._held: IO[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._served = self._url = self._problem = ""
+        self._failures, self._started, self._next_start = 0, 0.0, 0.0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="node", daemon=True)
+        self._thread.start()
+
+    def look(self) -> HostedNode:
+        """The node now."""
+        record = NodeRecord.read(self._record)
+        return HostedNode(
+            name=self._given.machine.name,
+            url=self._url or None,
+            pid=record.pid if record is not None and lock_held(self._record) else None,
+            problem=self._problem,
+            digest=self._given.order.digest,
+        )
+
+    def stop(self) -> None:
+        """End the node and let its sessions be saved. The actor keeps no node after that."""
+        self._ending.set()
+        self._thread.join()
+        if self._child is not None and not lock_held(self._record):
+            self._child.kill()  # it was about to become the node
+        record = NodeRecord.read(self._record)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if record is None or not lock_held(self._record) or began(record.pid) != record.began:
+                break
+            with suppress(ProcessLookupError):
+                os.kill(record.pid, number)
+            until = time.monotonic() + STOP_S
+            while lock_held(self._record) and time.monotonic() < until:
+                time.sleep(0.05)
+        if self._child is not None:
+            self._child.wait()
+        if self._held is not None:
+            self._held.close()
+
+    def _keep(self) -> None:
+        while not self._ending.wait(LOOK_S):
+            try:
+                self._problem = self._step()
+            except Exception as error:  # a full disk, a folder of another user: reported, and tried again
+                self._problem = f"{type(error).__name__}: {error}"
+
+    def _step(self) -> str:
+        """Look at the node, and start it if there is none. Gives what is wrong, or ""."""
+        ended = self._child.poll() if self._child is not None else None
+        if ended is not None:
+            self._child = None
+            lived = time.monotonic() - self._started
+            self._failures = 0 if lived >= SETTLED_S else self._failures + 1
+            self._next_start = time.monotonic() + (PAUSES.delay(self._failures - 1) if self._failures else 0)
+        if self._held is None:
+            self._held = take_lock(self._lifeline, wait_s=TAKE_S)
+        record = NodeRecord.read(self._record)
+        if record is not None and lock_held(self._record):
+            return self._look_at(record)
+        if self._held is None:
+            return (
+                "another actor holds its node: if this machine runs several Ray nodes, give each `ray start`"
+                " a label polarnode-host=NAME"
+            )
+        if self._child is None and time.monotonic() >= self._next_start:
+            self._start(record)
+        return f"its node is not up: {self._last_line()}" if self._failures else ""
+
+    def _look_at(self, record: NodeRecord) -> str:
+        if self._served != f"{record.pid} {record.began}" and self._serves(record.url):
+            self._served, self._url = f"{record.pid} {record.began}", record.url
+        return ""
+
+    def _serves(self, url: str) -> bool:
+        token = self._given.order.token
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(urllib.request.Request(f"{url}/v1/status", headers=headers), timeout=STATUS_S):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code == 401  # an adopted node of another token serves: its front will say so
+        except OSError:
+            return False
+
+    def _start(self, before: NodeRecord | None) -> None:
+        host = self._given.machine.host
+        host = f"[{host}]" if ":" in host else host
+        port = int(before.url.rpartition(":")[2]) if before is not None else 0
+        # the port of its last start, so that its address stays; another one when that was of no use
+        if not port or self._failures:
+            port = secrets.choice(PORTS)
+        options = self._given.order.options
+        if "--port" in options:
+            port = int(options[options.index("--port") + 1])
+        arguments = node_arguments(self._given, port, str(self._state))
+        argv = (sys.executable, "-m", "polarnode.fleet.ray_host", str(self._record), f"http://{host}:{port}")
+        self._started = time.monotonic()
+        full = self._log.exists() and self._log.stat().st_size > LOG_BYTES
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if full else 0)
+        with os.fdopen(os.open(self._log, flags, 0o600), "ab") as log:
+            self._child = subprocess.Popen(
+                (*argv, sys.executable, *arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+                start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        order = self._given.order
+        # Ray sets it to the actor's CPUs, none: an engine on CPUs would have one thread
+        usual = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        mine = {
+            "POLARNODE_NODE_ID": self._given.machine.name,
+            "POLARNODE_LIFELINE": str(self._lifeline),
+            "POLARNODE_ORPHAN_S": f"{order.orphan_s:g}",
+        }
+        return {**usual, **mine, **({} if order.token is None else {"POLARNODE_TOKEN": order.token})}
+
+    def _last_line(self) -> str:
+        """The last line that a node printed: one that cannot start says why."""
+        with open(self._log, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
+            lines = log.read().decode(errors="replace").split("\n")
+        return next((line.strip()[-300:] for line in reversed(lines) if line.strip()), f"see {self._log}")
+
+
+if __name__ == "__main__":
+    become_node(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,168 @@
+"""Which machines of a Ray cluster have a node, what runs there, and which addresses the front is given.
+
+Pure, and shared by the front, the Ray driver and the actors: none of them imports another's waiting code. An
+address is forgotten only when Ray has answered without its machine for FORGET_S; a Ray that does not answer
+says nothing about any node.
+"""
+
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from typing import Any, Final
+
+from attrs import asdict, define, field, frozen
+
+from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.limits import is_loopback
+
+NAMESPACE: Final = "polarnode"  # of the actors, one on each machine
+# custom resource of `ray start`: where any machine has it, only such machines get a node
+RESOURCE: Final = "polarnode_host"
+LABEL: Final = "polarnode-host"  # label of `ray start`: the machine's name, if not its host name
+# without a machine in Ray's list before its address is forgotten: a head that lost its memory lists none
+# until every machine was started again
+FORGET_S: Final = 900.0
+COMMAND: Final = (
+    *("-m", "polarnode.cli", "--host", "{host}"),
+    *("--port", "{port}", "--state-dir", "{state}"),
+)
+
+
+@frozen(kw_only=True)
+class RayOrder:
+    """What the driver is to keep. `command`: arguments of Python for a node, in which {host}, {port} and
+    {state} are replaced; `options` are appended. `orphan_s`: seconds that a node lives on which nobody holds
+    or follows.
+    """
+
+    address: str
+    gpus_per_node: int
+    folder: str  # on each machine: a node's state is in a folder below it that has the machine's name
+    options: tuple[str, ...] = ()
+    command: tuple[str, ...] = COMMAND
+    token: str | None = field(default=None, repr=False)
+    orphan_s: float = 300.0
+    stop: bool = False  # end the nodes and their actors instead
+
+    @property
+    def digest(self) -> str:
+        """What a node that was started otherwise is recognised by."""
+        value = {**asdict(self), "address": "", "stop": False}
+        return sha256(dump_json(value)).hexdigest()[:16]
+
+
+@frozen(kw_only=True)
+class RayMachine:
+    """One machine that is to have a node. `ray_id`: Ray's id of it, another one after each `ray start`."""
+
+    ray_id: str
+    name: str
+    host: str
+    marked: bool  # it has the custom resource
+
+
+@frozen(kw_only=True)
+class HostOrder:
+    """What one actor is to keep."""
+
+    machine: RayMachine
+    order: RayOrder
+
+
+@frozen(kw_only=True)
+class HostedNode:
+    """What an actor reports. `url` is None until its node has served once; `problem` is "" while it lives."""
+
+    name: str
+    url: str | None
+    pid: int | None
+    problem: str
+    digest: str
+
+
+@frozen(kw_only=True)
+class RayNews:
+    """A line of the driver's output. `error`: why it ends; `nodes`: addresses by machine; `problems`: what
+    keeps a machine from having a node.
+    """
+
+    nodes: Mapping[str, str] = field(factory=dict)
+    problems: Mapping[str, str] = field(factory=dict)
+    error: str | None = None
+    stopped: int | None = None  # so many actors were ended, as the order asked
+
+
+def machines(listed: Iterable[Mapping[str, Any]], gpus_per_node: int) -> list[RayMachine]:
+    """The machines of `ray.nodes()` that are to have a node, by name: those with the custom resource where
+    any has it, else those with enough GPUs.
+    """
+    alive = [each for each in listed if each["Alive"]]
+    marked = [each for each in alive if each["Resources"].get(RESOURCE, 0) >= 1]
+    able = marked or [each for each in alive if each["Resources"].get("GPU", 0) >= gpus_per_node]
+    found = [
+        RayMachine(
+            ray_id=each["NodeID"],
+            name=(each.get("Labels") or {}).get(LABEL) or each["NodeManagerHostname"],
+            host=each["NodeManagerAddress"],
+            marked=bool(marked),
+        )
+        for each in able
+    ]
+    return sorted(found, key=lambda each: (each.name, each.ray_id))
+
+
+def refusal(machine: RayMachine, token: str | None) -> str | None:
+    """Why a machine cannot have a node, or None."""
+    if token is None and not is_loopback(machine.host):
+        return f"its node would listen on {machine.host}, which is not loopback: set POLARNODE_TOKEN"
+    if not machine.name or machine.name.startswith(".") or "/" in machine.name:
+        return f"{machine.name!r} is no name of a folder: give `ray start` the label {LABEL}=NAME"
+    return None
+
+
+def node_arguments(given: HostOrder, port: int, state: str) -> tuple[str, ...]:
+    """The arguments of Python for a machine's node."""
+    names = {"host": given.machine.host, "port": str(port), "state": state}
+    command = given.order.command
+    for name, value in names.items():
+        command = tuple(each.replace(f"{{{name}}}", value) for each in command)
+    gpus = given.order.gpus_per_node
+    # Ray shows the actor its GPUs in CUDA_VISIBLE_DEVICES; a node counts among those
+    mine = ("--gpus", f"0-{gpus - 1}") if gpus and "--gpus" not in given.order.options else ()
+    return (*command, *mine, *given.order.options)
+
+
+# ── addresses ────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class Addresses:
+    """The addresses by machine, and since when, on the caller's clock, Ray lists a machine no more."""
+
+    urls: dict[str, str] = field(factory=dict)
+    _missing: dict[str, float] = field(factory=dict, init=False)
+
+    def take(self, nodes: Mapping[str, str], now: float) -> bool:
+        """Ray answered; True if the list is another one. Call it for no other reason."""
+        before = dict(self.urls)
+        for name in self.urls.keys() - nodes.keys():
+            if now - self._missing.setdefault(name, now) >= FORGET_S:
+                del self.urls[name]
+        self.urls |= nodes
+        self._missing = {name: since for name, since in self._missing.items() if name not in nodes}
+        return self.urls != before
+
+    def text(self) -> str:
+        """As a file with a list of nodes."""
+        lines = [f"# {name}\n{url}\n" for name, url in sorted(self.urls.items())]
+        return "# nodes of a Ray cluster, written by its front: do not edit\n" + "".join(lines)
+
+    @classmethod
+    def read(cls, text: str) -> "Addresses":
+        """What `text` wrote."""
+        found, name = cls(), ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                name = line[2:]
+            elif line:
+                found.urls[name] = line
+        return found
