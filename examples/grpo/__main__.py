@@ -123,7 +123,11 @@ def node(given: argparse.Namespace) -> Iterator[PolarnodeClient]:
         return
     teachers = {} if given.teacher is None else {TEACHER: checkpoint(given.teacher)}
     with own_node(
-        given.out / "node", run_limit=given.run_limit, teachers=teachers, lora_rank=given.lora
+        given.out / "node",
+        run_limit=given.run_limit,
+        teachers=teachers,
+        lora_rank=given.lora,
+        nodes=given.nodes,
     ) as client:
         yield client
 
@@ -158,8 +162,9 @@ def parsed(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("out/grpo"))
-    parser.add_argument("--url", help="of a node that runs; POLARNODE_TOKEN is its token")
+    parser.add_argument("--url", help="of a node or a fleet that runs; POLARNODE_TOKEN is its token")
     parser.add_argument("--run-limit", type=int, default=10, help="sessions at once, on a node of its own")
+    parser.add_argument("--nodes", type=int, default=1, help="of a fleet of its own, instead of one node")
     parser.add_argument(
         "--expect", type=float, help="exit with 1 unless held-out tasks then succeed so often"
     )
@@ -183,7 +188,12 @@ def parsed(
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(recipe, name))
     parser.add_argument("--inner", type=int, default=recipe.inner)
     parser.add_argument("--lora", type=int, default=recipe.lora, help="rank of an adapter to train instead")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if not 1 <= given.nodes <= 64:  # what a fleet is made for
+        parser.error(f"--nodes must be 1 to 64, not {given.nodes}")
+    if given.nodes > 1 and given.url is not None:
+        parser.error("--nodes starts a fleet of its own: leave it out with --url")
+    return given
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Start and stop a node for one run: `polarnode --cpu` as a program in its own process group.
+"""Start and stop a node, or a fleet of them, for one run: `polarnode --cpu` as a program in its own process group.
 
 A trainer needs only a node's address; this is a convenience for running everything with one command.
 """
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import ceil
 from pathlib import Path
 
 from polarnode.client import PolarnodeClient
@@ -29,31 +30,24 @@ def own_node(
     model: Path | None = None,
     teachers: Mapping[str, Path] | None = None,
     lora_rank: int = 0,
+    nodes: int = 1,
 ) -> Iterator[PolarnodeClient]:
     """A node that serves until the end of the block; what it logs is in `folder`/node.txt. `teachers`:
-    checkpoints that score, by name. `lora_rank`: of the largest adapter that it takes.
+    checkpoints that score, by name. `lora_rank`: of the largest adapter that it takes. Of several `nodes` the
+    client is that of their front, and each runs its part of `run_limit` sessions.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tables = [
         f'[teachers.{name}]\ncpu = true\nmodel = "{path.resolve()}"\n'
         for name, path in (teachers or {}).items()
     ]
-    (folder / "node.toml").write_text("".join([f"lora_rank = {lora_rank}\n", *tables]))
+    own = f"lora_rank = {lora_rank}\nrun_limit = {ceil(run_limit / nodes)}\n"
+    (folder / "node.toml").write_text("".join([own, *tables]))
     port, token = free_port(), os.urandom(16).hex()
-    command = [
-        sys.executable,
-        "-m",
-        "polarnode.cli",
-        "--config",
-        str(folder / "node.toml"),
-        "--cpu",
-        "--port",
-        str(port),
-        "--run-limit",
-        str(run_limit),
-        "--state-dir",
-        str(folder / "state"),
-    ]
+    command = [sys.executable, "-m", "polarnode.cli"]
+    command += [] if nodes == 1 else ["fleet", "--local", str(nodes)]
+    command += ["--config", str(folder / "node.toml"), "--cpu", "--port", str(port)]
+    command += ["--state-dir", str(folder / "state")]
     command += [] if model is None else ["--model", str(model)]
     with (folder / "node.txt").open("ab") as log:
         process = subprocess.Popen(
@@ -66,16 +60,16 @@ def own_node(
         )
     try:
         client = PolarnodeClient(f"http://127.0.0.1:{port}", token=token)
-        wait_ready(client, process, folder)
+        wait_ready(client, process, folder, nodes)
         yield client
     finally:
         stop(process)
 
 
-def wait_ready(client: PolarnodeClient, process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """Until an engine host answers."""
+def wait_ready(client: PolarnodeClient, process: "subprocess.Popen[bytes]", folder: Path, nodes: int) -> None:
+    """Until an engine host answers, or all nodes of a fleet take tasks."""
     deadline = time.monotonic() + START_S
-    while not ready(client):
+    while not ready(client, nodes):
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(
                 "the node does not serve; the end of its log: "
@@ -84,9 +78,12 @@ def wait_ready(client: PolarnodeClient, process: "subprocess.Popen[bytes]", fold
         time.sleep(POLL_S)
 
 
-def ready(client: PolarnodeClient) -> bool:
+def ready(client: PolarnodeClient, nodes: int) -> bool:
     with suppress(PolarnodeError):
-        return any(host["state"] == "ready" for host in client.status()["engine"]["hosts"])
+        status = client.status()
+        if nodes > 1:
+            return sum(node["state"] == "up" for node in status["nodes"]) == nodes
+        return any(host["state"] == "ready" for host in status["engine"]["hosts"])
     return False
 
 

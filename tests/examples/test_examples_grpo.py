@@ -395,3 +395,16 @@ def test_sampling_in_step_gives_the_logits_of_a_plain_pass(learner: Learner) -> 
         for row, sequence in enumerate((one, other)):
             plain = learner.model(torch.tensor([head + sequence])).logits[0, -1]
             assert torch.allclose(found[row], plain, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [(["--nodes", "0"], "must be 1 to 64"), (["--nodes", "2", "--url", "http://x"], "leave it out")],
+)
+def test_a_fleet_that_can_not_be_is_refused(
+    given: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.parsed(["--nodes", "2"]).nodes == 2
+    with pytest.raises(SystemExit):
+        command.parsed(given)
+    assert word in capsys.readouterr().err

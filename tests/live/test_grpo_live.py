@@ -1,5 +1,5 @@
-"""The loop of examples/grpo on a node of its own: groups come, a step is taken, the weights go back, and the
-next sessions are sampled by them.
+"""The loop of examples/grpo, and TRL's GRPOTrainer with its plug-in, on a node of its own and on a fleet of two:
+groups come, a step is taken, the weights go back, and the next sessions are sampled by them, on every node.
 
 A fake harness and rewards by the dice: what is looked at is the way of tokens and weights, not that anything
 is learned.
@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 from live_kit import AGENT
+from plugin_kit import run_program
 
 from polarnode.client import PolarnodeClient
+from polarnode.node.config import TINY_MODEL
 
+WORST = "sampling/sampling_logp_difference/max"
 ROOT = Path(__file__).parents[2]
 DICE = "echo \"0.$(od -An -N2 -tu2 /dev/urandom | tr -d ' ')\" > /tmp/reward"
 
@@ -48,15 +51,34 @@ def held_out_task() -> Any:
     return task
 
 
-@pytest.fixture(scope="module")
-def client(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolarnodeClient]:
-    """Of a node that takes adapters."""
+@pytest.fixture(scope="module", params=[1, 2], ids=["node", "fleet"])
+def client(
+    request: Any, podman_works: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PolarnodeClient]:
+    """Of a node that takes adapters, and of the front of two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
         from examples.grpo.own_node import own_node
 
-        with own_node(tmp_path_factory.mktemp("node"), run_limit=4, lora_rank=4) as opened:
+        with own_node(
+            tmp_path_factory.mktemp("node"), run_limit=4, lora_rank=4, nodes=request.param
+        ) as opened:
             yield opened
+
+
+def sampled(client: PolarnodeClient, begin: str) -> set[tuple[str, str]]:
+    """The nodes that ran the tasks whose names begin so, each with the versions that sampled there."""
+    return {
+        (line["node"], span["version"])
+        for line in client.export(arrays="json")
+        if line["task_id"].startswith(begin)
+        for trace in line["traces"]
+        for span in trace["version_spans"]
+    }
+
+
+def nodes_of(client: PolarnodeClient) -> int:
+    return len(client.status().get("nodes", ["one"]))
 
 
 def test_an_adapter_is_learned_and_the_base_samples_as_before(
@@ -119,9 +141,43 @@ def test_two_steps_and_the_second_is_sampled_by_what_the_first_learned(
     assert all(line["updates"] == 1 and line["sessions"] == 4 and not line["unusable"] for line in lines)
     # of the second step too: what serves is what was pushed
     assert max(line["worst"] for line in lines) < 1e-3
+    for number in range(2):  # on every node, the version of the step before
+        found = sampled(client, f"step-{number}-")
+        assert {version for _, version in found} == {str(number)}
+        assert len(found) == nodes_of(client)
     assert any(not torch.equal(before[name], value) for name, value in learner.model.state_dict().items())
     assert [json.loads(line)["kind"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [
         "step",
         "step",
     ]
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["2"]
+
+
+def test_trls_trainer_computes_the_logprobs_that_were_recorded(
+    client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the second rollout too: it is sampled by what the first step learned, whichever node ran it."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from examples.grpo.tasks import numbered
+
+    tasks = [
+        spec(numbered(number, seed=0, kinds=("write",)), name="", harness="shell", samples=2)
+        for number in range(4)
+    ]
+    log = run_program(
+        "trl_live_program.py",
+        stdin={
+            "model": str(TINY_MODEL),
+            "url": client.base_url,
+            "token": client.token,
+            "folder": str(tmp_path),
+            "tasks": [{name: each for name, each in task.items() if name != "task_id"} for task in tasks],
+            "run": "trl",
+        },
+    )
+    worst = [line[WORST] for line in log if WORST in line]
+    assert len(worst) == 2
+    assert max(worst) < 1e-3
+    found = sampled(client, "trl-")
+    assert len({version for _, version in found}) == 2
+    assert len(found) == 2 * nodes_of(client)
