@@ -307,7 +307,8 @@ def test_groups_that_teach_nothing_are_replaced_by_the_next_rows(
     output, source = rollout(args, ["unscored", "filtered", "a", "b", "never"])
     assert [group[0][0].prompt for group in output.samples] == ["a", "b"]
     assert source.groups == 4
-    with pytest.raises(PolarnodeError, match="gave 33 groups up for a batch of 2; the last: too few"):
+    # two are played at once: both may be over before the limit of 32 is looked at
+    with pytest.raises(PolarnodeError, match=r"gave 3[34] groups up for a batch of 2; the last: too few"):
         rollout(args, itertools.repeat("unscored"))
     with pytest.raises(PolarnodeError, match="no more samples"):
         rollout(args, ["a"])
