@@ -1,7 +1,7 @@
 """The routes by which a fleet's front and other nodes reach a node: /v1/fleet/….
 
 Internal: their bodies are the values of `core.fleet`, and may change with every release. A command of an
-earlier term is refused with 409 `superseded`. A front holds its term for as long as its feed is open.
+earlier term is refused with 409 `superseded`. `rollouts.office` says how long a front holds its term.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
@@ -115,13 +115,13 @@ class FleetRoutes:
     async def submit(self) -> Response:
         """Answer 202 when the task, or the copy, is in the journal."""
         order = await _body(CopyOrder)
-        self.node.homes.check_term(order.term)
+        self.node.homes.office.check(order.term)
         if order.role == "home":
             return json_response(plain(await self.node.submit_copy(order)), 202)
         return json_response(plain(await self.node.homes.keep(order)), 202)
 
     async def drop(self, task_id: str) -> Response:
-        self.node.homes.check_term(_number("term"))
+        self.node.homes.office.check(_number("term"))
         left = await self.node.homes.drop(task_id, _epoch())
         return json_response(plain(CopyRows(tasks=() if left is None else (left,))))
 
@@ -140,17 +140,17 @@ class FleetRoutes:
 
     async def adopt(self) -> Response:
         order = await _body(AdoptOrder)
-        self.node.homes.check_term(order.term)
+        self.node.homes.office.check(order.term)
         return json_response(plain(await self.node.homes.adopt(order.tasks)))
 
     async def seconds(self) -> Response:
         order = await _body(AdoptOrder)
-        self.node.homes.check_term(order.term)
+        self.node.homes.office.check(order.term)
         return json_response(plain(await self.node.homes.replace_seconds(order.tasks)))
 
     async def resume(self) -> Response:
         order = await _body(ResumeOrder)
-        self.node.homes.check_term(order.term)
+        self.node.homes.office.check(order.term)
         return json_response(plain(await self.node.homes.resume(order)))
 
     async def cancel(self, task_id: str) -> Response:
@@ -215,7 +215,7 @@ class _Feed(AsyncIterator[bytes]):
             self._count(-1)
 
     def _count(self, change: int) -> None:
-        feeds = self.node.homes.feeds
+        feeds = self.node.homes.office.feeds
         feeds[self.front] = feeds.get(self.front, 0) + change
         if not feeds[self.front]:
             del feeds[self.front]
@@ -234,5 +234,5 @@ async def _reports(node: FleetNode) -> AsyncGenerator[bytes, None]:
 
 def _news(report: NodeReport) -> tuple[object, ...]:
     """What a front is told at once. The other figures change with every turn."""
-    known = (report.ready, report.draining, report.term, report.front, report.version, report.load.busy)
-    return (*known, report.tasks_digest, report.load.slots)
+    known = (report.ready, report.draining, report.term, report.challenged, report.front, report.version)
+    return (*known, report.load.busy, report.tasks_digest, report.load.slots)

@@ -177,6 +177,7 @@ class NodeReport:
     draining: bool = False
     term: int = 0
     front: str = ""
+    challenged: bool = False  # another front asks for a term: the one in office gives its own again
     version: str | None = None  # of the weights that are served
     labels: Mapping[str, str] = field(factory=dict)
     load: NodeLoad = field(factory=NodeLoad)

@@ -172,7 +172,7 @@ class Front:
             member.rows = {row.task_id: row for row in found.tasks}
             self.homes.listed(member.journal, found.tasks)
             self._note()
-        if self.in_office and member.granted != self.term:
+        if self.in_office and (member.granted != self.term or report.front != self.id or report.challenged):
             await self._give_term(member)
         if member.state == "suspect":
             self._become(member, member.look(trio.current_time()))

@@ -162,8 +162,9 @@ class Node:
             model=self.model.name,
             ready=self.ready(),
             draining=self.draining,
-            term=self.homes.term,
-            front=self.homes.front,
+            term=self.homes.office.term,
+            front=self.homes.office.front,
+            challenged=self.homes.office.challenged,
             version=self.weights.status().version,
             labels=self.config.labels,
             load=NodeLoad(

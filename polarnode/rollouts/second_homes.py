@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 
 from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import structure
-from polarnode.core.errors import Conflict, PolarnodeError, Refused, Superseded
+from polarnode.core.errors import Conflict, PolarnodeError, Refused
 from polarnode.core.fleet import (
     Adoption,
     Committed,
@@ -38,6 +38,7 @@ from polarnode.journal import copies
 from polarnode.journal.copies import EndedResult
 from polarnode.journal.journal import Journal
 from polarnode.rollouts.lifecycle import Homes, new_session_id
+from polarnode.rollouts.office import Office
 from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.session import Session
 
@@ -74,10 +75,8 @@ class SecondHomes(Homes):
     journal: Journal
     scheduler: Scheduler
     ask: AskPeer
-    term: int = 0
-    front: str = ""
+    office: Office = field(factory=Office)
     peers: Mapping[str, Peer] = field(factory=dict)
-    feeds: dict[str, int] = field(factory=dict)  # open feeds by front
     changes: int = 0  # of what GET /v1/fleet/tasks answers
     _born: str = field(factory=new_session_id)
     _tasks: dict[str, _Task] = field(factory=dict)
@@ -127,21 +126,11 @@ class SecondHomes(Homes):
 
     async def take_term(self, order: TermOrder) -> None:
         """A front takes office, or names the nodes again. Raises Superseded."""
-        same = order.front == self.front
-        if order.term < self.term or (order.term == self.term and not same):
-            raise Superseded(f"term {self.term} is held here: take a higher one than {order.term}")
-        if not same and self.feeds.get(self.front):
-            raise Superseded(f"the front of term {self.term} reads this node's feed: end that front first")
-        self.term, self.front = order.term, order.front
+        if self.office.take(order, trio.current_time()):
+            self.journal.write(copies.term_entry(order.term, order.front))
         self.peers = {peer.journal: peer for peer in order.peers}
-        self.journal.write(copies.term_entry(order.term, order.front))
         self._change()
         await self.journal.flushed()
-
-    def check_term(self, term: int) -> None:
-        """Raise Superseded for a command of an earlier term."""
-        if term < self.term:
-            raise Superseded(f"the command has term {term} and this node is in term {self.term}")
 
     # ── copies ────────────────────────────────────────────────────────────────
 
@@ -356,7 +345,7 @@ class SecondHomes(Homes):
 
     async def load(self) -> None:
         """What the journal has at the node's start. Tasks that are not confirmed yet wait for a front."""
-        self.term, self.front = await self.journal.query(copies.term_of)
+        self.office.term, self.office.front = await self.journal.query(copies.term_of)
         for copy_row in (await self.rows()).tasks:
             if copy_row.role == "second":
                 continue
@@ -496,7 +485,7 @@ class SecondHomes(Homes):
             if await self._asked(second, "PUT", path, body=body) is None:
                 return False
             places += 1
-        order = CopyOrder(term=self.term, role="second", copy=found[1], places=places)
+        order = CopyOrder(term=self.office.term, role="second", copy=found[1], places=places)
         kept = await self._asked(second, "POST", FLEET, value=order)
         if kept is None or structure(kept, CopyRow).epoch != epoch:
             return False
@@ -576,7 +565,7 @@ class SecondHomes(Homes):
                     self._change()
                 continue
             if task.second:
-                at = {"term": self.term, "epoch_term": epoch.term, "epoch_number": epoch.number}
+                at = {"term": self.office.term, "epoch_term": epoch.term, "epoch_number": epoch.number}
                 path = f"{FLEET}/{quote(task_id)}?{urlencode(at)}"
                 answer = await self._asked(task.second, "DELETE", path)
                 if answer is None:

@@ -1,20 +1,24 @@
 """A front over real nodes in processes: tasks placed in two journals, deaths, hangs, restarts of all of them."""
 
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-from fleet_kit import HollowProcess, Reader, hollow_nodes, hollow_task
+from fleet_kit import HollowProcess, Reader, free_port, hollow_nodes, hollow_task
 
 from polarnode.client.asynchronous import AsyncPolarnodeClient
-from polarnode.client.values import ClientError
+from polarnode.client.values import ClientError, Unreachable
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front
 from polarnode.fleet.link import Link
 from polarnode.fleet.serving import serve_front
+from polarnode.rollouts.office import ANSWER_S
 
 
 @asynccontextmanager
@@ -33,6 +37,13 @@ async def fleet(
 async def until_up(front: Front, count: int) -> None:
     with trio.fail_after(30):
         while len(front.roster.in_state("up")) < count:  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+async def until_joined(front: Front, count: int) -> None:
+    """Wait until so many nodes have answered a front, which may not be in office."""
+    with trio.fail_after(30):
+        while sum(each.answers for each in front.roster.members.values()) < count:  # noqa: ASYNC110
             await trio.sleep(0.05)
 
 
@@ -145,6 +156,57 @@ async def test_a_front_that_is_started_elsewhere_goes_on(tmp_path: Path) -> None
             assert front.term > term
             again = await client.submit(hollow_task(seconds=2.0, task_id=task_id))
             assert not again.created
+
+
+@asynccontextmanager
+async def front_process(nodes: list[HollowProcess], folder: Path) -> AsyncIterator[tuple[trio.Process, str]]:
+    """A front in a process of its own, and its address."""
+    port = free_port()
+    argv = [sys.executable, "-m", "polarnode.cli", "fleet", "--nodes", ",".join(each.url for each in nodes)]
+    argv += ["--port", str(port), "--state-dir", str(folder)]
+    process = await trio.lowlevel.open_process(argv, stdout=-3, stderr=-3, start_new_session=True)
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+
+
+async def test_a_front_that_hangs_is_replaced_and_follows_when_it_goes_on(tmp_path: Path) -> None:
+    async with hollow_nodes(tmp_path, 3) as nodes, front_process(nodes, tmp_path / "one") as (first, url):
+        link = Link(url=url)
+
+        async def until_first(in_office: bool) -> None:
+            with trio.fail_after(60):
+                while True:
+                    with suppress(Unreachable, ClientError):
+                        if (await link.call("GET", "/v1/status"))["front"]["in_office"] is in_office:
+                            return
+                    await trio.sleep(0.2)
+
+        await until_first(True)
+        async with fleet(nodes, tmp_path / "two") as (second, client):
+            await until_joined(second, 3)
+            await trio.sleep(ANSWER_S + 1)
+            assert not second.in_office, "the first one answers"
+            os.kill(first.pid, signal.SIGSTOP)
+            with trio.fail_after(60):
+                while not second.in_office:  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+            task_id = (await client.submit(hollow_task(seconds=1.0))).task_id
+            await rows_known(second, task_id)
+            home = home_of(second, task_id, nodes)
+            assert home is not None
+            await home.kill()
+            reader = Reader()
+            await read(client, reader, {task_id: 4}, "trainer")
+            reader.check({task_id: 4})
+            os.kill(first.pid, signal.SIGCONT)
+            await until_first(False)
+            assert second.in_office
+        await until_first(True)
+        await link.close()
 
 
 async def test_a_cancelled_task_stays_cancelled_when_its_node_dies(tmp_path: Path) -> None:

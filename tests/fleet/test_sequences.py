@@ -220,7 +220,7 @@ async def test_two_fronts_on_two_sides_of_a_partition(tmp_path: Path) -> None:
 
             await until(retired)
         await fleet.check_group(3)
-        assert a.node.homes.term == 1
+        assert a.node.homes.office.term == 1
 
         async def granted() -> bool:
             answer = await a.link.ask("POST", "/v1/fleet/term", value=order)
