@@ -28,6 +28,11 @@ from polarnode.fleet.serving import local_nodes, serve_front
 from polarnode.http.server import Address, listening_socket
 from polarnode.support.bounded import open_node_log, private_folder
 
+COLUMNS = (
+    *("node", "model", "state", "for", "sessions", "slots", "s/session", "weights", "copies", "held"),
+    "lost, re-run",  # places of it that other nodes ran again
+)
+LEFT = ("node", "model", "state", "weights")
 COLOURS: dict[MemberState, str] = {"up": "green", "gone": "red", "suspect": "yellow", "stale": "yellow"}
 
 
@@ -121,14 +126,16 @@ def _table(nodes: list[dict[str, Any]]) -> Group:
     """The nodes, and below them why some do not answer."""
     problems: list[Text] = []
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in ("node", "state", "for", "sessions", "slots", "s/session", "weights", "copies", "held"):
-        table.add_column(name, justify="left" if name in ("node", "state", "weights") else "right")
+    several = len({node["report"].get("model") for node in nodes if node["report"]}) > 1
+    for name in COLUMNS if several else [each for each in COLUMNS if each != "model"]:
+        table.add_column(name, justify="left" if name in LEFT else "right")
     for node in nodes:
         report = node["report"]
         load = report.get("load", {})
         colour = COLOURS.get(node["state"], "default")
         table.add_row(
             Text.assemble(node["name"], " ", (node["url"], "dim")),
+            *([report.get("model") or "–"] if several else []),
             Text(node["state"], style=colour),
             f"{node['seconds']:.0f} s",
             str(load.get("live", "–")),
@@ -137,6 +144,7 @@ def _table(nodes: list[dict[str, Any]]) -> Group:
             report.get("version") or "–",
             str(node["copies"]),
             str(report.get("held", "–")),
+            str(node["run_again"]),
         )
         if node["problem"] and node["state"] != "up":
             problems.append(Text(f"{node['name']}: {node['problem']}", style="dim"))

@@ -162,6 +162,7 @@ class NodeLoad:
     live: int = 0
     pending_limit: int = 0
     session_s: float = 0.0
+    by_priority: Mapping[str, int] = field(factory=dict)  # of `live`; empty where that is not known
     images: tuple[str, ...] = ()  # of prepared workspaces
     busy: str | None = None  # why no task is taken now, a sentence
 

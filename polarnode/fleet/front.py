@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.errors import Busy, PolarnodeError, Refused
 from polarnode.core.fleet import (
+    Adoption,
     AdoptOrder,
     CopyOrder,
     CopyRow,
@@ -36,7 +37,6 @@ from polarnode.core.fleet import (
     ResumeOrder,
     TaskCopy,
     TermOrder,
-    label_texts,
 )
 from polarnode.core.status import Submitted
 from polarnode.core.task import TaskSpec
@@ -44,7 +44,7 @@ from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link, NobodyListens
 from polarnode.fleet.members import GONE_S, FleetMember, MemberState, Roster
 from polarnode.fleet.ownership import KnownHomes, NodePlan, Seen, majority, owner_of, plans
-from polarnode.fleet.placement import BUSY_S, able_of, home_of, insist_possible, second_of
+from polarnode.fleet.placement import BUSY_S, able_of, home_of, insist_possible, second_of, why_none
 from polarnode.support.bounded import remember
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class Front:
     id: str = field(factory=lambda: secrets.token_hex(8))
     term: int = 0
     in_office: bool = False
-    lost: dict[str, int] = field(factory=dict)  # places of dead nodes that were run again, by node
+    # places of dead nodes that other nodes ran again since this front began, by the dead node's name
+    lost: dict[str, int] = field(factory=dict)
     joined: list[Callable[[FleetMember], Awaitable[bool]]] = field(factory=list)  # asked before a node is up
     homes: KnownHomes = field(factory=KnownHomes)
     nodes_of_sessions: dict[str, str] = field(factory=dict)  # journals, by session
@@ -348,7 +349,10 @@ class Front:
                 rows += await _rows(link, "/v1/fleet/resume", resume)
             if plan.adopt:
                 logger.warning("node %s adopts %s tasks of dead nodes", member.name, len(plan.adopt))
-                rows += await _rows(link, "/v1/fleet/adopt", AdoptOrder(term=term, tasks=tuple(plan.adopt)))
+                order = AdoptOrder(term=term, tasks=tuple(plan.adopt))
+                adopted = await _rows(link, "/v1/fleet/adopt", order)
+                self._count_lost(member, plan.adopt, adopted)
+                rows += adopted
             if plan.seconds:
                 order = AdoptOrder(term=term, tasks=tuple(plan.seconds))
                 rows += await _rows(link, "/v1/fleet/seconds", order)
@@ -360,6 +364,17 @@ class Front:
                     member.rows.pop(drop.task_id, None)
         if member.rows is not None:
             member.rows |= {row.task_id: row for row in rows}
+
+    def _count_lost(
+        self, member: FleetMember, adoptions: Sequence[Adoption], adopted: Sequence[CopyRow]
+    ) -> None:
+        """Count the places that a node runs again because their home is gone."""
+        epochs = {row.task_id: row.epoch for row in adopted if row.role == "home"}
+        for each in adoptions:
+            before = (member.rows or {}).get(each.task_id)
+            if before is not None and epochs.get(each.task_id) == each.epoch:
+                name = self.roster.name_of(before.home)
+                self.lost[name] = self.lost.get(name, 0) + before.open_places
 
     async def _let_in(self, member: FleetMember) -> None:
         """A node that answered and has nothing to settle takes tasks, once it serves what it has to."""
@@ -424,7 +439,10 @@ class Front:
         home = home_of(spec, self.roster.candidates())
         member = None if home is None else self.roster.of_journal(home)
         if member is None:
-            raise Busy(f"no node takes the task now: {self._why_full(spec)}", retry_after=BUSY_S)
+            up = [each.report for each in self.roster.in_state("up") if each.report is not None]
+            silent = [each.name for each in self.roster.members.values() if each.report is None]
+            why = why_none(spec.requires, up, silent)
+            raise Busy(f"no node takes the task now: {why}", retry_after=BUSY_S)
         return member
 
     async def _hand_over(self, member: FleetMember, spec: TaskSpec, key: str | None) -> Submitted:
@@ -470,16 +488,6 @@ class Front:
                 + (", ".join(silent[:5]) or "its nodes"),
                 retry_after=STARTING_S,
             )
-
-    def _why_full(self, spec: TaskSpec) -> str:
-        up = [each.report for each in self.roster.in_state("up") if each.report is not None]
-        able = [each for each in up if each.meets(spec.requires)]
-        reasons = [each.load.busy for each in able if each.load.busy]
-        if spec.requires and not able:
-            silent = [each.name for each in self.roster.members.values() if each.report is None]
-            never = f"; {', '.join(silent[:5])} never answered" if silent else ""
-            return f"no node that has {label_texts(spec.requires)} is up{never}"
-        return reasons[0] if reasons else f"{len(able)} of {len(self.roster.members)} nodes are up, and full"
 
     async def find(self, task_id: str | None, key: str | None = None) -> FleetMember | None:
         """The node that owns a task, by its id or key. Busy while its owner is being changed, or a node that

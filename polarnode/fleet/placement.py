@@ -6,7 +6,7 @@ ties. The second home is chosen by rendezvous hashing (Thaler and
 Ravishankar, 1998) and then stored with the task: it is never computed again.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -29,10 +29,14 @@ class Candidate:
     report: NodeReport
     placed: int = 0
 
-    def expected_s(self, more: int) -> float:
-        """Seconds until so many more sessions would be over here, by what sessions took so far."""
+    def expected_s(self, more: int, priority: int = 0) -> float:
+        """Seconds until so many more sessions would be over here, by what sessions took so far. Of those with
+        a lower priority only as many count as have a slot, which they keep.
+        """
         load = self.report.load
-        return (load.live + self.placed + more) * max(load.session_s, LEAST_S) / max(load.slots, 1)
+        before = sum(count for each, count in load.by_priority.items() if int(each) >= priority)
+        ahead = max(before, min(load.live, load.slots)) if load.by_priority else load.live
+        return (ahead + self.placed + more) * max(load.session_s, LEAST_S) / max(load.slots, 1)
 
     def has_room(self, more: int) -> bool:
         """Whether the node would take so many more sessions."""
@@ -50,7 +54,7 @@ def home_of(spec: TaskSpec, candidates: Iterable[Candidate]) -> str | None:
 
     def order(each: Candidate) -> tuple[float, bool, str]:
         cold = spec.runtime.image not in each.report.load.images
-        return each.expected_s(spec.num_samples), cold, each.report.journal
+        return each.expected_s(spec.num_samples, spec.priority), cold, each.report.journal
 
     return min(able, key=order).report.journal
 
@@ -122,6 +126,16 @@ def insist_possible(requires: Mapping[str, str], reports: Iterable[NodeReport], 
     values = sorted({each[name] for each in labels if name in each})
     have = f"they have {', '.join(values[:SHOWN])}" if values else _names(labels)
     raise Refused(f"{path[2:]} is {requires[name]!r}, and no node of this fleet has that: {have}", path=path)
+
+
+def why_none(requires: Mapping[str, str], up: Iterable[NodeReport], silent: Sequence[str]) -> str:
+    """Why no node takes a task now: a part of a sentence. `silent`: nodes that never answered."""
+    able = [each for each in up if each.meets(requires)]
+    never = f"; {', '.join(silent[:SHOWN])} never answered" if silent else ""
+    if not able:
+        return f"no node{f' that has {label_texts(requires)}' if requires else ''} is up{never}"
+    reasons = [each.load.busy for each in able if each.load.busy]
+    return reasons[0] if reasons else f"all nodes that could, {len(able)}, are full{never}"
 
 
 def _names(labels: Iterable[Mapping[str, str]]) -> str:

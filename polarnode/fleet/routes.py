@@ -18,7 +18,7 @@ from polarnode.api.query import PARQUET, Query, read_query
 from polarnode.api.service import NotFound, error_json, json_response
 from polarnode.client.requests import JSON_BODY
 from polarnode.client.values import ClientError, Unreachable
-from polarnode.core.codec.json import plain, read_json
+from polarnode.core.codec.json import dump_json, plain, read_json
 from polarnode.core.codec.tasks import MAX_EVALUATED, read_capture, read_evaluation, read_task
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Refused
@@ -261,13 +261,15 @@ class FrontRoutes:
     async def nodes(self) -> Response:
         read_query(request.args)
         await trio.lowlevel.checkpoint()
-        return json_response({"nodes": [node_json(each) for each in self.front.roster.members.values()]})
+        return json_response(
+            {"nodes": [node_json(self.front, each) for each in self.front.roster.members.values()]}
+        )
 
     async def drain(self) -> Response:
         body = await body_json()
         match body:
             case {"node": str(node), "draining": bool(draining)}:
-                return json_response(node_json(await self.front.drain(node, draining)))
+                return json_response(node_json(self.front, await self.front.drain(node, draining)))
         raise Refused('the body must be {"node": NAME, "draining": true or false}', path="$")
 
     async def metrics(self) -> Response:
@@ -322,7 +324,7 @@ def _joined_evaluation(found: list[dict[str, Any]]) -> dict[str, Json]:
 # ── figures ────────────────────────────────────────────────────────────
 
 
-def node_json(member: FleetMember) -> dict[str, Json]:
+def node_json(front: Front, member: FleetMember) -> dict[str, Json]:
     """A node as `polarnode fleet status` shows it."""
     report: dict[str, Json] = {} if member.report is None else plain(member.report)
     return {
@@ -332,6 +334,7 @@ def node_json(member: FleetMember) -> dict[str, Json]:
         "seconds": round(trio.current_time() - member.since, 1),
         "problem": member.problem,
         "copies": len(member.rows or {}),
+        "run_again": front.lost.get(member.name, 0),
         "report": report,
     }
 
@@ -346,7 +349,7 @@ def fleet_status(front: Front) -> dict[str, Json]:
     return {
         "node": "fleet",
         "front": {"id": front.id, "term": front.term, "in_office": front.in_office},
-        "nodes": [node_json(each) for each in members],
+        "nodes": [node_json(front, each) for each in members],
         "model": {"name": models[0] if len(models) == 1 else "", "names": list[Json](models)},
         "weights": {"version": versions[0] if len(versions) == 1 else None, "versions": list[Json](versions)},
         "scheduler": {
@@ -371,6 +374,11 @@ METRICS: Final = (
     ("polarnode_fleet_live_sessions", "Sessions that are not over, on nodes that are up.", "gauge"),
     ("polarnode_fleet_queue_seconds", "Expected seconds of the sessions that wait, over all slots.", "gauge"),
     ("polarnode_fleet_held_results", "Results that wait for their second home.", "gauge"),
+    (
+        "polarnode_fleet_places_run_again_total",
+        "Places of a dead node that others ran again since this front began; no retries of a task.",
+        "counter",
+    ),
     ("polarnode_fleet_in_office", "Whether this front decides.", "gauge"),
 )
 
@@ -387,6 +395,9 @@ def exposition(front: Front) -> bytes:
         "polarnode_fleet_live_sessions": {"": sum(each.load.live for each in up)},
         "polarnode_fleet_queue_seconds": {"": queue_s(front.roster.candidates())},
         "polarnode_fleet_held_results": {"": sum(each.held for each in up)},
+        "polarnode_fleet_places_run_again_total": {
+            f"{{node={dump_json(name).decode()}}}": count for name, count in front.lost.items()
+        },
         "polarnode_fleet_in_office": {"": float(front.in_office)},
     }
     lines = [

@@ -170,6 +170,7 @@ class Node:
             load=NodeLoad(
                 slots=self.config.run_limit,
                 live=scheduler.live,
+                by_priority=self.scheduler.live_by_priority(),
                 pending_limit=limit,
                 session_s=self.scheduler.session_s,
                 images=self.scheduler.recent_images,

@@ -10,8 +10,10 @@ decides which they are. Each is settled in one entry, so a node killed during re
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 
 import trio
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 KEPT_IMAGES = 32  # of recent tasks: a node keeps about so many prepared workspaces
 NODE_ENDS = 8  # sessions of a fleet's place that its node may end with it: a task that ends nodes stops there
 WEIGHT = 0.05  # of a session's seconds in the average: about the last twenty count
+COUNTED_S = 1.0  # between counts of live sessions by priority: 2 ms for 20,000, and loads are 2 s old anyway
 KEPT_ENDED = 10_000  # ended sessions that status still lists: about 1 kB each
 
 
@@ -100,6 +103,7 @@ class Scheduler:
     _ended: dict[str, LiveSessionStatus] = field(factory=dict, init=False)
     session_s: float = field(default=0.0, init=False)  # moving average of sessions that ended
     _images: dict[str, None] = field(factory=dict, init=False)
+    _by_priority: tuple[float, Mapping[str, int]] = field(default=(-inf, {}), init=False)  # and when
 
     @_demand.default
     def _make_demand(self) -> Demand:
@@ -324,6 +328,15 @@ class Scheduler:
         """Live and recently ended sessions, oldest first."""
         ended = (status for status in self._ended.values() if task_id in (None, status.task_id))
         return (*ended, *map(session_status, self.registry.live(Session, task_id)))
+
+    def live_by_priority(self) -> Mapping[str, int]:
+        """How many sessions are not over, by priority, as of at most COUNTED_S ago."""
+        at, found = self._by_priority
+        now = trio.current_time()
+        if now - at >= COUNTED_S:
+            found = Counter(str(each.order.spec.priority) for each in self.registry.live(Session))
+            self._by_priority = (now, found)
+        return found
 
     def statistics(self) -> SchedulerStatistics:
         """Stage depths and counts."""

@@ -75,10 +75,14 @@ async def test_a_fleet_is_shown_and_a_node_drained(
             with trio.fail_after(30):
                 while len(front.roster.in_state("up")) < 2:  # noqa: ASYNC110
                     await trio.sleep(0.05)
+            front.lost["node-1"] = 1234
             await trio.to_thread.run_sync(lambda: fleet_run.status(url, None, as_json=False))
             shown = capsys.readouterr().out
             assert "in office" in shown
             assert shown.count(" up ") == 2
+            assert "lost, re-run" in shown
+            assert [line.split()[-1] for line in shown.splitlines() if " up " in line] == ["0", "1234"]
+            assert " model " not in shown, "there is one"
             await trio.to_thread.run_sync(lambda: fleet_run.drain("node-1", url, None, back=False))
             with trio.fail_after(10):
                 while not front.roster.in_state("draining", "left"):  # noqa: ASYNC110

@@ -20,6 +20,7 @@ from polarnode.fleet.placement import (
     one_model,
     queue_s,
     second_of,
+    why_none,
 )
 
 A, B, C = ("j" + letter * 16 for letter in "abc")
@@ -46,6 +47,38 @@ def test_a_group_goes_where_it_is_over_first() -> None:
     assert home_of(task(), [slow, fast]) == B  # 4 sessions of 40 s, against 12 of 10 s
     assert home_of(task(), [slow, Candidate(report=report(B, live=8), placed=8)]) == A
     assert home_of(task(), [Candidate(report=report(A, slots=1)), fast]) == B
+
+
+def test_sessions_of_a_lower_priority_wait_behind() -> None:
+    """But those that run keep their slots: 4 here."""
+    low = Candidate(report=report(A, live=40, by_priority={"10": 36, "50": 4}))
+    full = Candidate(report=report(B, live=12, by_priority={"50": 12}))
+    assert home_of(task(priority=50), [low, full]) == A
+    assert home_of(task(priority=10), [low, full]) == B
+    assert low.expected_s(4, 100) == low.expected_s(4, 50) == (4 + 4) * 10.0 / 4
+    assert low.expected_s(4, 0) == (40 + 4) * 10.0 / 4
+    assert Candidate(report=report(A, live=2, by_priority={"10": 2})).expected_s(2, 50) == 4 * 10.0 / 4
+
+
+@given(
+    st.dictionaries(st.integers(0, 100).map(str), st.integers(1, 50)),
+    st.integers(0, 100),
+    st.integers(0, 100),
+)
+def test_a_higher_priority_never_waits_longer(counts: dict[str, int], low: int, high: int) -> None:
+    found = Candidate(report=report(A, live=sum(counts.values()), by_priority=counts))
+    low, high = sorted((low, high))
+    assert found.expected_s(1, high) <= found.expected_s(1, low) <= found.expected_s(1)
+
+
+def test_a_task_that_waits_is_given_the_reason() -> None:
+    assert why_none({}, [report(A, busy="the disk is full")], []) == "the disk is full"
+    assert (
+        why_none({}, [report(A)], ["http://b"])
+        == "all nodes that could, 1, are full; http://b never answered"
+    )
+    assert why_none({"gpu": "h100"}, [report(A)], []) == "no node that has gpu=h100 is up"
+    assert why_none({}, [], []) == "no node is up"
 
 
 def test_a_prepared_image_breaks_a_tie_alone() -> None:

@@ -1,5 +1,7 @@
 """Labels and models of a fleet's nodes: a task runs, and is kept, only where it may."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from shutil import copytree
 
@@ -8,9 +10,11 @@ import trio
 from fleet_kit import HollowProcess, Reader, hollow_nodes, hollow_task
 from test_front import fleet, home_of, read, rows_known, until_up
 
+from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.core.codec.tasks import read_task
-from polarnode.core.errors import Busy, Refused
+from polarnode.core.errors import Refused
+from polarnode.fleet.link import Link
 from polarnode.node.config import TINY_MODEL
 
 
@@ -19,6 +23,16 @@ async def relabelled(node: HollowProcess, **settings: object) -> None:
     await node.kill()
     node.settings |= settings
     await node.start()
+
+
+@asynccontextmanager
+async def asked(client: AsyncPolarnodeClient) -> AsyncIterator[Link]:
+    """Requests to a front that are not repeated."""
+    link = Link(url=client.base_url)
+    try:
+        yield link
+    finally:
+        await link.close()  # noqa: ASYNC102 - bounded there
 
 
 async def test_a_task_runs_where_its_labels_are_also_after_a_death(tmp_path: Path) -> None:
@@ -48,9 +62,17 @@ async def test_a_task_runs_where_its_labels_are_also_after_a_death(tmp_path: Pat
                     await trio.sleep(0.05)
             row = (member.rows or {})[task_id]
             assert (row.second, row.requires) == ("", {"gpu": "h100"}), "no other node could run it"
-            only = read_task(hollow_task(requires={"gpu": "h100", "node": home.folder.name}))
-            with pytest.raises(Busy, match=f"no node that has gpu=h100, node={home.folder.name} is up"):
-                front.node_for(only)
+            name = home.folder.name
+            async with asked(client) as link:
+                value = hollow_task(requires={"gpu": "h100", "node": name})
+                answer = await link.ask("POST", "/v1/tasks", value=value)
+                assert (answer.status, answer.headers["retry-after"]) == (429, "5")
+                assert f"no node that has gpu=h100, node={name} is up" in answer.json["error"]["message"]
+                status = (await link.ask("GET", "/v1/status")).json
+                assert status["run_again"] == {name: 4}, "all its places, by nobody's fault but the machine's"
+                assert {each["name"]: each["run_again"] for each in status["nodes"]}[name] == 4
+                metrics = (await link.ask("GET", "/metrics")).body.decode()
+                assert f'polarnode_fleet_places_run_again_total{{node="{name}"}} 4' in metrics
             reader = Reader()
             await read(client, reader, {task_id: 4}, "trainer")
             reader.check({task_id: 4})
