@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import socket
 import ssl
 import subprocess
 import time
@@ -39,7 +40,11 @@ from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
 from polarnode.http.server import Certificate
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.node import captures_certificate, captures_listener
+from polarnode.node.node import (
+    captures_certificate,
+    captures_listener,
+    control_certificate,
+)
 from polarnode.node.opening import simulated_marks, teacher_settings
 from polarnode.rollouts.judges import open_judges
 from polarnode.tokens.families import CallSyntax, Family
@@ -208,6 +213,7 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     else:
         yield sglang(config)
         yield gpus(config)
+    yield from control_plane(config)
     yield from captures(config)
     yield from judges(config, os.environ)
     yield from teachers(config)
@@ -427,6 +433,19 @@ def _carried(found: Recipes) -> str:
     )
 
 
+def control_plane(config: NodeConfig) -> Iterator[Finding]:
+    """The certificate of the node's own control plane; nothing where it speaks plain HTTP."""
+    try:
+        certificate = control_certificate(config)
+    except ConfigError as error:
+        yield Finding(name="control plane", ok=False, what=str(error), remedy="see docs/fleet.md")
+        return
+    if certificate is not None:
+        every = config.host in ("0.0.0.0", "::")
+        host = socket.gethostname() if every else config.host
+        yield certified(certificate, host, time.time(), "clients that do not pin it refuse it")
+
+
 def captures(config: NodeConfig) -> Iterator[Finding]:
     """Where agents of other machines find the captures' endpoint; nothing where none does."""
     try:
@@ -450,9 +469,11 @@ def captures(config: NodeConfig) -> Iterator[Finding]:
         )
 
 
-def certified(certificate: Certificate, host: str, now: float) -> Finding:
+def certified(
+    certificate: Certificate, host: str, now: float, otherwise: str = "no agent connects"
+) -> Finding:
     """Whether clients that trust this certificate's authority take it for `host`, and for how long. They are
-    asked in memory: a handshake verifies as they do.
+    asked in memory: a handshake verifies as they do. `otherwise` is what becomes of them if not.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.load_verify_locations(certificate.chain)
@@ -466,7 +487,7 @@ def certified(certificate: Certificate, host: str, now: float) -> Finding:
                 side.do_handshake()
     except ssl.SSLCertVerificationError as error:
         fault = error.verify_message
-        remedy = f"no agent connects: have one issued for {host}; a node that runs reads it again by itself"
+        remedy = f"{otherwise}: have one issued for {host}; a node that runs reads it again by itself"
         return Finding(name="certificate", ok=True, what=f"{certificate.chain}: {fault}", remedy=remedy)
     ends = ssl.cert_time_to_seconds(str((calling.getpeercert() or {})["notAfter"]))
     days = (ends - now) / 86400

@@ -77,6 +77,8 @@ class CommandGroup(click.Group):
     type=click.IntRange(0, 65535),
     help="Port to listen on; 0 takes a free one. [default: 8080]",
 )
+@click.option("--tls-cert", help="PEM file of the control plane's certificate with its chain.")
+@click.option("--tls-key", help="PEM file of its key.")
 @click.option(
     "--state-dir",
     help="Folder for the journal and logs; a new start resumes from it. [default: .polarnode]",

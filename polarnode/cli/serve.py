@@ -54,7 +54,8 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             serve_control_plane(node) as address,
             open_background(partial(_stop_as_orphan, node, stop)),
         ):
-            url = f"http://{address.host}:{address.port}"
+            scheme = "http" if config.tls_cert is None else "https"
+            url = f"{scheme}://{address.host}:{address.port}"
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
             if config.engine == "simulated":
                 console.print(

@@ -5,12 +5,10 @@ is decided here. No cancel scope and no nursery is open while a value is yielded
 wait as a broken connection, so iteration can continue after a deadline. Closing is bounded and shielded.
 """
 
-import ssl
 from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -28,6 +26,7 @@ from polarnode.client.api import (
     named,
     specs_of,
 )
+from polarnode.client.pins import other_certificate, reason_of, split_pin, trust
 from polarnode.client.requests import (
     Ask,
     ClientRequest,
@@ -85,6 +84,7 @@ class AwaitingHttp:
 
     base_url: str
     token: str | None = field(repr=False)
+    certificate: str = ""  # the SHA-256 of the only one that is trusted; "": those of the machine's CAs
     client: httpx2.AsyncClient = field(init=False)
     # the open responses: a loop that ended early may not have closed its own
     reading: "set[_Wire]" = field(factory=set, init=False, repr=False)
@@ -93,7 +93,7 @@ class AwaitingHttp:
     def _make_client(self) -> httpx2.AsyncClient:
         # As http.client: no proxies of the environment, no redirects. No limit on connections: a stream that
         # is read keeps one.
-        verify = ssl.create_default_context() if urlsplit(self.base_url).scheme == "https" else False
+        verify = trust(self.base_url, self.certificate) or False
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=4)
         return httpx2.AsyncClient(verify=verify, trust_env=False, limits=limits)
 
@@ -107,9 +107,13 @@ class AwaitingHttp:
             await wire.close()  # noqa: ASYNC102 - shielded and bounded in `_closed`
         return running.value
 
-    def unreachable(self, error: Exception) -> Unreachable:
-        return Unreachable(
-            f"{self.base_url} does not answer ({type(error).__name__}: {error}): is the node running?"
+    def unreachable(self, error: Exception) -> PolarnodeError:
+        """The error for what a connection raised: ConfigError for another certificate than the pinned one,
+        which no wait mends.
+        """
+        return other_certificate(error) or Unreachable(
+            f"{self.base_url} does not answer ({type(error).__name__}: {reason_of(error)}):"
+            " is the node running?"
         )
 
     async def aclose(self) -> None:
@@ -300,7 +304,8 @@ class AsyncPolarnodeClient:
 
     @_http.default
     def _make_http(self) -> AwaitingHttp:
-        return AwaitingHttp(base_url=self.base_url, token=self.token)
+        url, certificate = split_pin(self.base_url)
+        return AwaitingHttp(base_url=url, token=self.token, certificate=certificate)
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 

@@ -2,7 +2,7 @@
 
 The scripts run over http.client with one connection a request, so threads may share a client and nothing
 stays open after a request. Nothing is decided here: each method runs the script that `asynchronous.py` runs
-under the same name. Whatever a connection raises leaves this module as ClientError or Unreachable.
+under the same name. A connection's errors leave this module as ClientError, Unreachable or ConfigError.
 """
 
 import time
@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 
 from polarnode.client import api, requests
 from polarnode.client.api import Api, CaptureSession, Reading, exported, named, specs_of
+from polarnode.client.pins import other_certificate, split_pin, trust
 from polarnode.client.requests import (
     Ask,
     ClientRequest,
@@ -84,10 +85,11 @@ class BlockingHttp:
                 else:
                     wire.step(running, command)
 
-    def unreachable(self, error: Exception) -> Unreachable:
-        return Unreachable(
-            f"{self.base_url} does not answer ({type(error).__name__}: {error}): is the node running?"
-        )
+    def unreachable(self, error: Exception) -> PolarnodeError:
+        """ConfigError for another certificate than the pinned one, which no wait mends."""
+        why, url = f"{type(error).__name__}: {error}", split_pin(self.base_url)[0]
+        silent = f"{url} does not answer ({why}): is the node running?"
+        return other_certificate(error) or Unreachable(silent)
 
 
 @define(eq=False)
@@ -154,9 +156,11 @@ class _Wire:
         self._connection = self._response = None
 
     def _connect(self, request: ClientRequest[Any]) -> HTTPConnection:
-        url = urlsplit(self.http.base_url)
-        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        return kind(url.hostname or "127.0.0.1", url.port, timeout=request.silence_s)
+        address, certificate = split_pin(self.http.base_url)
+        url, context, limit = urlsplit(address), trust(address, certificate), request.silence_s
+        if context is None:
+            return HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=limit)
+        return HTTPSConnection(url.hostname or "", url.port, timeout=limit, context=context)
 
     def _send(self, connection: HTTPConnection, request: ClientRequest[Any]) -> HTTPResponse:
         """Return the response once its head is read. Raises ClientError for a status of 300 or more."""
@@ -180,7 +184,8 @@ if TYPE_CHECKING:
 class PolarnodeClient:
     """A client of one node's control plane. Threads may share it.
 
-    * `base_url`: the address of the node. `token`: the bearer token, if the node has one.
+    * `base_url`: the address of the node or front, `https://HOST:PORT#SHA256` with the certificate that is
+      trusted. `token`: the bearer token, if the node has one.
     * `patience_s`: seconds to wait for a node that is away or full, since its last sign of life, before the
       error is raised.
     * `ack_every_s`: the least seconds between two acknowledgements of one stream.

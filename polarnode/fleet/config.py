@@ -8,6 +8,7 @@ import re
 
 from attrs import field, frozen
 
+from polarnode.client.pins import split_pin
 from polarnode.core.codec.limits import is_loopback, url_fault
 from polarnode.core.errors import ConfigError
 
@@ -40,7 +41,7 @@ class FleetConfig:
         for node in self.nodes:
             if node.startswith(("@", "dns:")):
                 continue
-            if fault := url_fault(node):
+            if fault := url_fault(split_pin(node)[0]):
                 raise ConfigError(f"nodes: {node!r} {fault}; give addresses such as http://10.0.0.5:8080")
         for name, token in (("token", self.token), ("node_token", self.node_token)):
             # as a node's: an empty one would be what a client sends that has none

@@ -1,23 +1,21 @@
 """One node as other processes of its fleet reach it: requests and streams over HTTP, with the fleet's token.
 
-Invariants: a self-signed certificate is compared with its digest before anything is sent, and is then the
-only one that is trusted; no proxy of the environment is used, and no redirect followed. Any failure to get a
+Invariants: a certificate that is pinned is compared with its digest before anything is sent, and is the only
+one that is trusted; no proxy of the environment is used, and no redirect followed. Any failure to get a
 whole answer is Unreachable; an error status is an answer.
 """
 
-import ssl
-from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from hashlib import sha256
 from typing import Any, Final
 
 import httpx2
 import trio
 from attrs import define, field, frozen
 
+from polarnode.client.pins import causes, reason_of, trust
 from polarnode.client.values import ClientError, Unreachable, read_error
 from polarnode.core.codec.json import dump_json, plain, read_json
-from polarnode.core.codec.limits import address
 
 CONNECT_S: Final = 3.0  # a machine that is there answers in milliseconds, also across a data centre
 ANSWER_S: Final = 30.0  # without a byte of an answer
@@ -61,7 +59,6 @@ class Link:
     token: str | None = field(default=None, repr=False)
     certificate: str = ""
     _client: httpx2.AsyncClient | None = field(default=None, init=False, repr=False)
-    _opening: trio.Lock = field(factory=trio.Lock, init=False, repr=False)
 
     async def ask(
         self,
@@ -146,7 +143,7 @@ class Link:
     ) -> httpx2.Response:
         mine = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
         try:
-            client = self._client or await self._open()
+            client = self._open()
             request = client.build_request(
                 method,
                 self.url.rstrip("/") + path,
@@ -158,47 +155,16 @@ class Link:
         except FAULTS as error:
             raise self._unreachable(error) from error
 
-    async def _open(self) -> httpx2.AsyncClient:
-        async with self._opening:
-            if self._client is None:
-                limits = httpx2.Limits(max_connections=None, max_keepalive_connections=KEPT)
-                verify = await self._trust()
-                self._client = httpx2.AsyncClient(verify=verify, trust_env=False, limits=limits)
-            return self._client
-
-    async def _trust(self) -> ssl.SSLContext | bool:
-        """What connections are verified with: the pinned certificate alone, or the machine's CAs."""
-        if address(self.url).scheme != "https":
-            return False
-        context = ssl.create_default_context()
-        if self.certificate:
-            pinned = await trio.to_thread.run_sync(_presented, self.url, abandon_on_cancel=True)
-            if sha256(pinned).hexdigest() != self.certificate.lower():
-                raise Unreachable(
-                    f"{self.url} shows another certificate than the one that was pinned: it was renewed, or"
-                    " somebody stands between"
-                )
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname = False  # the certificate itself is known
-            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-            context.load_verify_locations(cadata=ssl.DER_cert_to_PEM_cert(pinned))
-        return context
+    def _open(self) -> httpx2.AsyncClient:
+        if self._client is None:
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=KEPT)
+            verify = trust(self.url, self.certificate.lower()) or False
+            self._client = httpx2.AsyncClient(verify=verify, trust_env=False, limits=limits)
+        return self._client
 
     def _unreachable(self, error: Exception) -> Unreachable:
-        causes = list(_causes(error))
-        refused = any(isinstance(each, ConnectionRefusedError) for each in causes)
-        why = next((str(each) for each in reversed(causes) if str(each)), type(error).__name__)
-        return (NobodyListens if refused else Unreachable)(f"{self.url} does not answer: {why}")
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and all that led to it."""
-    yield error
-    for each in getattr(error, "exceptions", ()):
-        yield from _causes(each)
-    before = error.__cause__ or error.__context__
-    if before is not None:
-        yield from _causes(before)
+        refused = any(isinstance(each, ConnectionRefusedError) for each in causes(error))
+        return (NobodyListens if refused else Unreachable)(f"{self.url} does not answer: {reason_of(error)}")
 
 
 async def _whole(response: httpx2.Response, pieces: AsyncIterator[bytes]) -> NodeAnswer:
@@ -210,10 +176,3 @@ async def _whole(response: httpx2.Response, pieces: AsyncIterator[bytes]) -> Nod
             raise Unreachable(f"{response.url} answers with more than {MOST_BYTES >> 20} MiB")
     headers = {name.lower(): each for name, each in response.headers.items()}
     return NodeAnswer(status=response.status_code, headers=headers, body=b"".join(body))
-
-
-def _presented(url: str) -> bytes:
-    """The certificate that a server shows, in DER. Nothing is sent to it."""
-    where = address(url)
-    pem = ssl.get_server_certificate((where.hostname or "", where.port or 443), timeout=CONNECT_S)
-    return ssl.PEM_cert_to_DER_cert(pem)

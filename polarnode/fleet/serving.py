@@ -16,6 +16,7 @@ from typing import BinaryIO, Final
 import trio
 
 from polarnode.api.app import Extension, control_plane
+from polarnode.client.pins import split_pin
 from polarnode.core.errors import ConfigError
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
@@ -31,7 +32,6 @@ from polarnode.http.server import CONTROL_CONNECTIONS, Address, Certificate, ope
 logger = logging.getLogger(__name__)
 
 ASKED_S: Final = 5.0  # between looks at a file or a name: a node that joins is there within seconds
-PINNED: Final = "#"  # between a node's address and the SHA-256 of its certificate
 
 # ── the list of nodes ────────────────────────────────────────────────────────────
 
@@ -56,8 +56,7 @@ async def listed(config: FleetConfig) -> dict[str, str]:
 
 
 def _addresses(lines: Iterable[str]) -> dict[str, str]:
-    parts = (line.strip().partition(PINNED) for line in lines)
-    return {url.rstrip("/"): pin for url, _, pin in parts}
+    return {url.rstrip("/"): pin for url, pin in map(split_pin, lines)}
 
 
 async def _resolved(entry: str) -> list[str]:
@@ -148,7 +147,7 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
     """A front and its socket, for as long as the block."""
     certificate = None
     if config.tls_cert is not None and config.tls_key is not None:
-        certificate = Certificate(config.tls_cert, config.tls_key)
+        certificate = Certificate(config.tls_cert, config.tls_key, settings="tls")
     async with open_front(config, ask_again) as front:
         streams = StreamRoutes(roster=front.roster, nursery=front.nursery)
         pools = WeightPools(front=front)

@@ -204,8 +204,8 @@ SENTENCES: Final = {
 PLAIN: Final = (
     "tls_required",
     (
-        "only TLS is spoken here: write https:// in the address; a key that was just sent could be read on"
-        " its way, so end its capture and begin another"
+        "only TLS is spoken here: write https:// in the address; a key or a token that was just sent could"
+        " be read on its way: end its capture and begin another, or give the node another token"
     ),
 )
 _EXTRA: Final[dict[int, Headers]] = {

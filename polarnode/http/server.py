@@ -14,7 +14,9 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from hashlib import sha256
 from ipaddress import ip_network
+from pathlib import Path
 from typing import Final
 
 import trio
@@ -76,17 +78,20 @@ RENEWED_S: Final = 30.0
 @define(eq=False)
 class Certificate:
     """A certificate chain and its key, two PEM files, as `context` for new connections. `watch` reads them
-    again when they change, so that a certificate may be renewed meanwhile. Raises ConfigError.
+    again when they change, so that a certificate may be renewed meanwhile. Raises ConfigError, which names
+    the settings that begin with `settings`. `digest` is the certificate's SHA-256, as clients pin it.
     """
 
     chain: str
     key: str
+    settings: str = field(default="capture_tls", kw_only=True)
     context: ssl.SSLContext = field(init=False)
+    digest: str = field(init=False)
     _seen: tuple[tuple[int, int], ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._seen = self._stamps()
-        self.context = self._read()
+        self.context, self.digest = self._read()
 
     async def watch(self) -> None:
         """Look at the files every RENEWED_S, for ever."""
@@ -101,7 +106,7 @@ class Certificate:
         try:
             stamps = await trio.to_thread.run_sync(self._stamps)
             if stamps != self._seen:
-                self.context = await trio.to_thread.run_sync(self._read)
+                self.context, self.digest = await trio.to_thread.run_sync(self._read)
                 self._seen = stamps
                 logger.info("the certificate %s was read again", self.chain)
         except ConfigError as error:
@@ -110,27 +115,33 @@ class Certificate:
     def _stamps(self) -> tuple[tuple[int, int], ...]:
         """What changes when a file, or where a link leads, does."""
         stamps = []
-        for name, path in (("capture_tls_cert", self.chain), ("capture_tls_key", self.key)):
-            with boundary(ConfigError, f"{name} {path} cannot be read"):
+        for name, path in (("cert", self.chain), ("key", self.key)):
+            with boundary(ConfigError, f"{self.settings}_{name} {path} cannot be read"):
                 found = os.stat(path)
             stamps.append((found.st_ino, found.st_mtime_ns))
         return tuple(stamps)
 
-    def _read(self) -> ssl.SSLContext:
-        """TLS 1.2 and 1.3 for HTTP/1.1 alone; nothing is negotiated again within a connection."""
+    def _read(self) -> tuple[ssl.SSLContext, str]:
+        """TLS 1.2 and 1.3 for HTTP/1.1 alone; nothing is negotiated again within a connection. With the
+        digest of the first certificate of the chain, the server's own.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.set_alpn_protocols(["http/1.1"])
         try:
             context.load_cert_chain(self.chain, self.key, password=lambda: b"")  # never asks at a terminal
+            pem = Path(self.chain).read_text("latin-1")
+            end = pem.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+            shown = ssl.PEM_cert_to_DER_cert(pem[pem.index(ssl.PEM_HEADER) : end])
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"capture_tls_cert {self.chain} and capture_tls_key {self.key} do not serve ({reason}): give"
-                " the PEM file of a certificate with its chain, and that of its key without a passphrase"
+                f"{self.settings}_cert {self.chain} and {self.settings}_key {self.key} do not serve"
+                f" ({reason}): give the PEM file of a certificate with its chain, and that of its key"
+                " without a passphrase"
             ) from error
-        return context
+        return context, sha256(shown).hexdigest()
 
 
 # ── servers ────────────────────────────────────────────────────────────
@@ -243,7 +254,7 @@ async def open_server(
 ) -> AsyncIterator[Address]:
     """Serve `app` on an address, or on a listening socket, which is closed at the end. Raises ConfigError
     when the address is not available. At most `connections` are open at once, CONNECTIONS by default. With a
-    `certificate` only TLS is spoken.
+    `certificate` only TLS is spoken, and its files are watched.
 
     The app gets no lifespan events; open what it needs around this block. The server outlives the block, even
     a cancelled one, and then closes: idle connections at once, responses in progress after ANSWERING_S,
@@ -259,6 +270,7 @@ async def open_server(
     failed: Exception | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(server.run)
+        nursery.start_soon(server.watch)
         try:
             yield Address(host=sock.getsockname()[0], port=sock.getsockname()[1])
         except Exception as error:  # raised after this nursery, which would wrap it in a group
@@ -317,6 +329,7 @@ class _Server:
     _context: WorkerContext = field(factory=partial(WorkerContext, None), init=False)
     _streams: set[trio.SocketStream] = field(factory=set, init=False)
     _accepting: trio.CancelScope = field(factory=trio.CancelScope, init=False)
+    _watching: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _connected: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _service: trio.CancelScope = field(factory=partial(trio.CancelScope, shield=True), init=False)
     _emptied: trio.Event = field(factory=trio.Event, init=False)
@@ -330,6 +343,12 @@ class _Server:
             async with trio.open_nursery() as connections:
                 connections.start_soon(self._accept, connections)
         self._emptied.set()
+
+    async def watch(self) -> None:
+        """Keep the certificate that of its files, until closed."""
+        with self._watching:
+            if self.certificate is not None:
+                await self.certificate.watch()
 
     async def _accept(self, connections: trio.Nursery) -> None:
         with self._accepting:
@@ -410,6 +429,7 @@ class _Server:
         send.
         """
         self._accepting.cancel()
+        self._watching.cancel()
         self.listener.socket.close()
         await self._context.terminated.set()
         with trio.move_on_after(ANSWERING_S):

@@ -96,6 +96,10 @@ class NodeConfig:
     carried_mb: int = 256
     host: str = "127.0.0.1"
     port: int = 8080
+    # PEM files of the control plane's certificate with the chain, and of the key; read again when they
+    # change. None: plain HTTP, for loopback and private networks
+    tls_cert: str | None = None
+    tls_key: str | None = None
     # captures open at once: each a harness somewhere, about 3 connections of the 512 their socket takes
     capture_limit: int = 64
     capture_listen: str = "127.0.0.1"  # the address where their harnesses find the model; others need TLS
@@ -255,6 +259,8 @@ def check_hosts(names: Iterable[str]) -> None:
 
 def _check_access(config: NodeConfig) -> None:
     check_hosts(config.allowed_hosts)
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError("tls_cert and tls_key belong together: give both, or neither")
     # a header carries no more than this; an empty token would be what a client sends that has none
     if config.token is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", config.token):
         raise ConfigError(

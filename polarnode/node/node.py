@@ -274,6 +274,12 @@ class Node:
         )
 
 
+def control_certificate(config: NodeConfig) -> Certificate | None:
+    """The certificate of the control plane; None for plain HTTP. ConfigError for files that do not serve."""
+    chain, key = config.tls_cert, config.tls_key
+    return None if chain is None or key is None else Certificate(chain, key, settings="tls")
+
+
 # ── captures ────────────────────────────────────────────────────────────
 
 
@@ -313,8 +319,6 @@ async def open_captures(
         open_server(endpoint, listener, connections=CAPTURE_CONNECTIONS, certificate=certificate) as address,
         trio.open_nursery() as nursery,
     ):
-        if certificate is not None:
-            nursery.start_soon(certificate.watch)
         host = f"[{address.host}]" if ":" in address.host else address.host
         here = f"{'http' if certificate is None else 'https'}://{host}:{address.port}"
         yield Captures(

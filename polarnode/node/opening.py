@@ -63,7 +63,7 @@ from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
-from polarnode.node.node import Node, open_captures
+from polarnode.node.node import Node, control_certificate, open_captures
 from polarnode.node.peers import open_homes
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges, open_judges
@@ -573,9 +573,8 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         *FleetRoutes(node=node).rows(),
         *WeightFiles(node.weights, Path(config.state_dir), config.token).rows(),
     )
-    guard = BrowserGuard(
-        bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
-    )
+    by_token = config.token is not None
+    guard = BrowserGuard(bound=config.host.lower(), allowed=config.allowed_hosts, any_host=by_token)
     sglang = sglang_extension(
         node,
         weights=node.weights,
@@ -584,8 +583,9 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         memory_saver=config.memory_saver != "off",
     )
     app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
-    listener = Address(host=config.host, port=config.port)
-    async with open_server(app, listener, connections=CONTROL_CONNECTIONS) as address:
+    listener, certificate = Address(host=config.host, port=config.port), control_certificate(config)
+    served = open_server(app, listener, connections=CONTROL_CONNECTIONS, certificate=certificate)
+    async with served as address:
         node.callbacks.own_ports.append({address.port, node.captures.port})
         yield address
 

@@ -308,3 +308,16 @@ def test_the_address_and_the_certificate_of_captures_are_looked_at_as_agents_wou
     ((ok, what, _),) = looked("x", days=3, capture_listen="192.0.2.1")
     assert (ok, "capture_listen 192.0.2.1" in what) == (False, True)
     assert list(doctor.captures(NodeConfig())) == []
+
+
+def test_the_control_planes_certificate_is_looked_at_as_clients_would(tmp_path: Path) -> None:
+    assert list(doctor.control_plane(NodeConfig())) == []
+    chain, key = Authority(tmp_path).issue("10.0.0.2", days=40.5)
+    config = NodeConfig(host="10.0.0.2", tls_cert=chain, tls_key=key)
+    (found,) = doctor.control_plane(config)
+    assert (found.ok, found.remedy) == (True, "")
+    assert found.what.endswith("for 10.0.0.2, 40 days left")
+    (found,) = doctor.control_plane(evolve(config, host="0.0.0.0"))
+    assert "clients that do not pin it refuse it" in found.remedy
+    (found,) = doctor.control_plane(evolve(config, tls_key=chain))
+    assert (found.ok, "tls_key" in found.what, "capture" in found.what) == (False, True, False)

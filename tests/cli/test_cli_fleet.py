@@ -18,11 +18,15 @@ from polarnode.fleet.serving import ask_again, listed
 from polarnode.fleet.streams import StreamRoutes
 from polarnode.http.server import Address, open_server
 
+PIN = "ab12" * 16
+
 
 def test_what_cannot_work_is_one_sentence() -> None:
     for arguments, words in (
         ([], "name the nodes"),
         (["--nodes", "10.0.0.5"], "give addresses such as"),
+        (["--nodes", "https://10.0.0.5#ab12"], "64 hexadecimal digits, not 4 characters"),
+        (["--nodes", f"http://10.0.0.5#{PIN}"], "only an https address shows a certificate"),
         (["--nodes", "http://a:1", "--host", "0.0.0.0"], "set POLARNODE_TOKEN"),
         (["--nodes", "http://a:1", "--token", ""], "token must be printable ASCII, not empty"),
         (["--nodes", "http://a:1", "--node-token", " x"], "node_token must be printable ASCII"),
@@ -36,7 +40,7 @@ def test_what_cannot_work_is_one_sentence() -> None:
 
 async def test_the_list_of_nodes_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "nodes"
-    file.write_text("# ours\nhttp://10.0.0.1:8080/\nhttps://10.0.0.2:8443#ab12\n\n")
+    file.write_text(f"# ours\nhttp://10.0.0.1:8080/\nhttps://10.0.0.2:8443#{PIN}\n\n")
     config = FleetConfig(nodes=(f"@{file}", "http://10.0.0.3:1", "dns:localhost:9"))
 
     async def resolved(name: str, port: int, **_: object) -> list[object]:
@@ -47,7 +51,7 @@ async def test_the_list_of_nodes_is_asked_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(trio.socket, "getaddrinfo", resolved)
     assert await listed(config) == {
         "http://10.0.0.1:8080": "",
-        "https://10.0.0.2:8443": "ab12",
+        "https://10.0.0.2:8443": PIN,
         "http://10.0.0.3:1": "",
         "http://127.0.0.1:9": "",
         "http://[::1]:9": "",

@@ -1,0 +1,110 @@
+"""Certificates that are pinned: `https://HOST:PORT#SHA256` is the server that shows this one certificate.
+
+Who serves with a certificate of his own needs no authority that signs it: its digest travels with the
+address. Invariant: a certificate is compared within the handshake, before a byte of a request is sent. Its
+names and its dates say nothing then, so no clock and no name server needs to be right.
+"""
+
+import re
+import ssl
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any, Final
+
+from polarnode.core.codec.limits import address
+from polarnode.core.errors import ConfigError
+
+PINNED: Final = "#"  # between an address and the SHA-256 of its certificate; no server is sent what follows
+DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class AnotherCertificate(ssl.SSLCertVerificationError):
+    """A server that shows another certificate than the one that was pinned."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that led to it, the deepest last."""
+    yield error
+    for each in getattr(error, "exceptions", ()):
+        yield from causes(each)
+    before = error.__cause__ or error.__context__
+    if before is not None:
+        yield from causes(before)
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of a connection came from, in words: libraries raise their own, which may say nothing."""
+    found = [str(each) for each in causes(error) if str(each)]
+    return found[-1] if found else type(error).__name__
+
+
+def other_certificate(error: BaseException) -> ConfigError | None:
+    """The error for a caller, where `error` came of another certificate than the pinned one: waiting does not
+    help then. None for all others.
+    """
+    for each in causes(error):
+        if isinstance(each, AnotherCertificate):
+            return ConfigError(str(each.args[-1]))
+    return None
+
+
+def split_pin(text: str) -> tuple[str, str]:
+    """An address and the digest behind it, in lower case; "" without one. Raises ConfigError for what is no
+    digest, and for one behind an address that is not https.
+    """
+    url, mark, digest = text.strip().partition(PINNED)
+    digest = digest.lower().replace(":", "")
+    if not mark:
+        return url, ""
+    if not DIGEST.fullmatch(digest):
+        raise ConfigError(
+            f"{url}: what follows # must be the SHA-256 of its certificate, 64 hexadecimal digits, not"
+            f" {len(digest)} characters: copy the whole address"
+        )
+    if address(url).scheme != "https":
+        raise ConfigError(f"{url}: only an https address shows a certificate: drop what follows #")
+    return url, digest
+
+
+def trust(url: str, digest: str = "") -> ssl.SSLContext | None:
+    """What connections to `url` are verified with: its pinned certificate alone, or the machine's
+    authorities. None for plain HTTP.
+    """
+    if address(url).scheme != "https":
+        return None
+    return pinned_context(url, digest) if digest else ssl.create_default_context()
+
+
+def pinned_context(url: str, digest: str) -> ssl.SSLContext:
+    """A context for clients whose handshakes fail with AnotherCertificate unless the certificate has this
+    digest, also where its names and dates would do.
+    """
+
+    def compare(shown: bytes | None) -> None:
+        if shown is None or sha256(shown).hexdigest() != digest:
+            raise AnotherCertificate(
+                f"{url} shows another certificate than the one that was pinned: it was renewed, or somebody"
+                " stands between; give the address with the digest of today"
+            )
+
+    class PinnedSocket(ssl.SSLSocket):
+        """What http.client and others that block speak through."""
+
+        def do_handshake(self, block: bool = False) -> None:
+            super().do_handshake(block)
+            compare(self.getpeercert(binary_form=True))
+
+    class PinnedObject(ssl.SSLObject):
+        """What Trio and asyncio speak through."""
+
+        def do_handshake(self) -> None:
+            super().do_handshake()
+            compare(self.getpeercert(binary_form=True))
+
+    context: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False  # the certificate itself is known
+    context.verify_mode = ssl.CERT_NONE
+    context.sslsocket_class, context.sslobject_class = PinnedSocket, PinnedObject
+    found: ssl.SSLContext = context
+    return found
