@@ -28,6 +28,7 @@ from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.streams import StreamRoutes
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, Certificate, open_server
+from polarnode.support.locks import take_lock
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +94,18 @@ async def ask_again(front: Front) -> None:
 async def local_nodes(
     count: int, folder: Path, options: tuple[str, ...], environment: Mapping[str, str]
 ) -> AsyncIterator[tuple[str, ...]]:
-    """So many nodes on free ports of loopback, for as long as the block; gives their addresses. Each has a
-    folder of its own below `folder`.
+    """So many nodes on free ports of loopback, for as long as the block, or LOCAL_ORPHAN_S longer if this
+    process is killed; gives their addresses. Each has a folder of its own below `folder`.
     """
     urls: list[str] = []
     async with AsyncExitStack() as stack:
+        await trio.Path(folder).mkdir(parents=True, exist_ok=True)
+        lifeline = await trio.Path(folder / "lifeline").absolute()
+        held = take_lock(Path(lifeline))
+        if held is None:
+            raise ConfigError(f"another front has nodes in {folder}: end it, or give --state-dir")
+        stack.enter_context(held)
+        kept = {"POLARNODE_LIFELINE": str(lifeline), "POLARNODE_ORPHAN_S": str(LOCAL_ORPHAN_S)}
         nursery = await stack.enter_async_context(trio.open_nursery())
         stack.callback(nursery.cancel_scope.cancel)
         for number in range(count):
@@ -113,13 +121,17 @@ async def local_nodes(
                 "--state-dir",
                 str(folder / name),
             )
-            await trio.Path(folder).mkdir(parents=True, exist_ok=True)
             log = stack.enter_context((folder / f"{name}.log").open("ab"))
-            nursery.start_soon(_kept, (*argv, *options), {**environment, "POLARNODE_NODE_ID": name}, log)
+            nursery.start_soon(
+                _kept, (*argv, *options), {**environment, **kept, "POLARNODE_NODE_ID": name}, log
+            )
             urls.append(f"http://127.0.0.1:{port}")
         yield tuple(urls)
 
 
+LOCAL_ORPHAN_S: Final = (
+    5.0  # without the front that started it: a demonstration that was killed leaves nothing
+)
 RESTART_S: Final = 1.0  # between an end of a node of this machine and its next start
 
 

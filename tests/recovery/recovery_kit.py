@@ -35,6 +35,7 @@ from polarnode.merge.invariants import check
 sys.path.append(str(Path(__file__).parents[1] / "live"))  # a node as a program is told there
 
 from live_kit import (
+    PATIENCE_S,
     PROGRAM,
     TOKEN,
     ServingNode,
@@ -48,7 +49,18 @@ from live_kit import (
     until,
 )
 
-__all__ = ["TOKEN", "ServingNode", "descendants", "free_port", "podman", "short_temporary", "stat", "until"]
+__all__ = [
+    "PATIENCE_S",
+    "PROGRAM",
+    "TOKEN",
+    "ServingNode",
+    "descendants",
+    "free_port",
+    "podman",
+    "short_temporary",
+    "stat",
+    "until",
+]
 
 HARNESS = Path(__file__).with_name("ledger.py")
 # seconds: an ended exec is kept for 60, so that its exit code can be asked for, and its conmon with it
