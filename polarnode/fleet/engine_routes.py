@@ -361,7 +361,7 @@ class FleetWeightsRoutes:
         return answer
 
     def _adapted(
-        self, members: Sequence[FleetMember], words: Words, name: str, order: dict[str, Any] | None
+        self, members: Sequence[FleetMember], words: Words, name: str, order: dict[str, Any]
     ) -> Response:
         if took(words):
             self.weights.adapters[name] = order
@@ -389,7 +389,7 @@ class FleetWeightsRoutes:
                 members = self.weights.able()
                 send: Send = lambda _: {"body": _pieces(Path(file.name)), "headers": headers}  # noqa: E731
                 words = await self.weights.ask(members, "PUT", path, send)
-                return self._adapted(members, words, name, None)
+                return self._adapted(members, words, name, {"name": name, "version": version})
 
             answer: Response = await self.weights.apart(run)
             return answer

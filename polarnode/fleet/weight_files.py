@@ -24,6 +24,7 @@ from polarnode.client.values import Unreachable
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.errors import Busy, Conflict, Refused
 from polarnode.core.weights import UpdateMode, WeightsReport
+from polarnode.engine.adapter_store import TENSORS
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.weight_values import DiskSource, UpdateOrder
 from polarnode.engine.weights import Weights
@@ -73,6 +74,8 @@ class WeightFiles:
             ("GET", "/v1/fleet/weights", self.list_files),
             ("GET", "/v1/fleet/weights/<version>/<name>", self.file),
             ("POST", "/v1/fleet/weights", self.pull),
+            ("GET", "/v1/fleet/adapters/<name>", self.adapter),
+            ("GET", "/v1/fleet/adapters/<name>/<version>", self.adapter_file),
         )
 
     # ── giving ────────────────────────────────────────────────────────────────
@@ -96,6 +99,30 @@ class WeightFiles:
         headers = {"Content-Length": str(max(files[name] - int(found[1]), 0))}
         pieces = _read(path / name, int(found[1]))
         return Response(pieces, 206, headers, content_type="application/octet-stream")
+
+    async def adapter(self, name: str) -> Response:
+        """The version of an adapter that is served now, and the bytes of its file."""
+        read_query(request.args)
+        version, path = self._adapter(name)
+        return json_response({"version": version, "size": (await trio.Path(path).stat()).st_size})
+
+    async def adapter_file(self, name: str, version: str) -> Response:
+        """Its file, as PUT /v1/adapters/… takes it if it came that way."""
+        read_query(request.args)
+        served, path = self._adapter(name)
+        if served != version:
+            raise NotFound(f"adapter {name!r} is served here as {served!r}, not {version!r}")
+        headers = {"Content-Length": str((await trio.Path(path).stat()).st_size)}
+        return Response(_read(path, 0), 200, headers, content_type="application/octet-stream")
+
+    def _adapter(self, name: str) -> tuple[str, Path]:
+        """The version of an adapter that is served, and its file in this node's folder."""
+        adapters = self.weights.engines.adapters
+        versions = adapters.versions(name) if name in {each.name for each in adapters.status()} else ()
+        path = self.state / "adapters" / name / (versions[-1] if versions else "") / TENSORS
+        if not versions or not path.is_file():
+            raise NotFound(f"no adapter {name!r} is served here: look at GET /v1/adapters")
+        return versions[-1], path
 
     async def _served(self) -> tuple[Path, str]:
         """The folder of the served version, and its fingerprint."""

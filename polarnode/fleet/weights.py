@@ -11,13 +11,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 import trio
 from attrs import define, field
 from quart import Response
 
 from polarnode.api.service import json_response
-from polarnode.client.values import Unreachable
+from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, PolarnodeError
@@ -73,7 +74,8 @@ class FleetWeights:
     front: Front
     model: str | None = None
     desired: dict[str, Any] | None = None  # version, source and mode; None: the model's own
-    adapters: dict[str, dict[str, Any] | None] = field(factory=dict)  # orders from a disk, else None
+    # by name: the order from a disk; without `source`, the version of a file that the nodes have
+    adapters: dict[str, dict[str, Any]] = field(factory=dict)
     paused: dict[str, Any] | None = None
     groups: dict[str, list[str]] = field(factory=dict)  # the nodes' addresses, by group
     # when the nodes' histories have it; no history is newer than what was sent by this front
@@ -240,20 +242,72 @@ class FleetWeights:
             if answer.status >= 300:
                 member.problem = str(answer.error)
                 return False
-        for order in self.adapters.values():
-            if order is not None:
+        return await self._adapters_brought(member)
+
+    async def _adapters_brought(self, member: FleetMember) -> bool:
+        """Whether a node serves all adapters that the others do."""
+        found = await member.link.ask("GET", "/v1/adapters")
+        states = found.json["adapters"] if found.status < 300 else ()
+        served = {each["name"]: each["version"] for each in states}
+        wanted = {**await self._adapters_of_peers(member, served), **self.adapters}
+        for name, order in wanted.items():
+            if "source" in order:
                 answer = await member.link.ask("POST", "/v1/adapters", value=order, timeout_s=UPDATE_S)
-                if answer.status >= 300:
-                    member.problem = str(answer.error)
-                    return False
+            elif served.get(name) != order["version"]:
+                answer = await self._sent_on(member, name, order["version"])
+            else:
+                continue
+            if answer.status >= 300:
+                member.problem = f"adapter {name!r}: {answer.error}"
+                return False
         return True
+
+    def _peers(self, member: FleetMember) -> list[FleetMember]:
+        """Other nodes that serve all that this one shall."""
+        return [each for each in self.front.roster.in_state("up") if each is not member and self.has(each)]
+
+    async def _adapters_of_peers(
+        self, member: FleetMember, served: Mapping[str, str]
+    ) -> dict[str, dict[str, Any]]:
+        """What a front before this one had nodes serve: adapters of a peer of which this node has none."""
+        for peer in self._peers(member):
+            try:
+                found = await peer.link.ask("GET", "/v1/adapters")
+            except Unreachable:
+                continue
+            states = found.json["adapters"] if found.status < 300 else ()
+            return {
+                each["name"]: {"name": each["name"], "version": each["version"]}
+                for each in states
+                if each["name"] not in served
+            }
+        return {}
+
+    async def _sent_on(self, member: FleetMember, name: str, version: str) -> NodeAnswer:
+        """The answer of a node that gets an adapter's file from a peer, through the front."""
+        answer = silent(Unreachable(f"no other node has the file of version {version!r}: send it again"))
+        at, place = f"/v1/fleet/adapters/{quote(name, safe='')}", quote(version, safe="")
+        for peer in self._peers(member):
+            try:
+                size = (await peer.link.call("GET", at))["size"]
+                headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+                async with peer.link.stream(f"{at}/{place}") as pieces:
+                    path = f"/v1/adapters/{quote(name, safe='')}/versions/{place}"
+                    answer = await member.link.ask(
+                        "PUT", path, body=pieces, headers=headers, timeout_s=UPDATE_S
+                    )
+            except ClientError:
+                continue  # not there, or another version
+            except Unreachable as error:
+                answer = silent(error)
+            if answer.status < 300:
+                return answer
+        return answer
 
     async def pulled(self, member: FleetMember, order: Mapping[str, Any]) -> NodeAnswer | None:
         """The answer of a node that takes a version's files from a peer; None where no peer serves it."""
         answer = None
-        for peer in self.front.roster.in_state("up"):
-            if peer is member or not self.has(peer):
-                continue
+        for peer in self._peers(member):
             try:
                 found = await peer.link.ask("GET", "/v1/fleet/weights")
                 if found.status >= 300 or found.json["version"] != order["version"]:

@@ -9,10 +9,12 @@ from shutil import copytree
 from typing import Any
 
 import trio
+from adapters_kit import write_adapter
 from attrs import define
 from control_plane_parts import Caller
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save
 from weights_kit import Plane, disk, open_weights_plane, simulated_tiny
 
 from polarnode.api.app import Extension, control_plane
@@ -77,7 +79,12 @@ class Fleet:
 
 @asynccontextmanager
 async def opened(
-    tmp_path: Path, count: int = 2, models: tuple[str, ...] = ("m",) * 9, **more: Any
+    tmp_path: Path,
+    count: int = 2,
+    models: tuple[str, ...] = ("m",) * 9,
+    *,
+    lora_rank: int = 0,
+    **more: Any,
 ) -> AsyncIterator[Fleet]:
     with trio.fail_after(120):
         async with AsyncExitStack() as stack:
@@ -85,7 +92,7 @@ async def opened(
             for number in range(count):
                 folder = tmp_path / f"n{number}"
                 folder.mkdir()
-                plane = open_weights_plane(simulated_tiny(folder), folder / "journal")
+                plane = open_weights_plane(simulated_tiny(folder, lora_rank=lora_rank), folder / "journal")
                 planes.append(await stack.enter_async_context(plane))
             nursery = await stack.enter_async_context(trio.open_nursery())
             config = FleetConfig(nodes=("@",), state_dir=str(tmp_path), **more)
@@ -284,3 +291,31 @@ async def test_a_trainer_of_sglang_servers_updates_every_node_under_one_name(tmp
         await asked("/update_weights_from_disk", model_path=str(TINY_MODEL), weight_version="2")
         await asked("/update_weights_from_disk", model_path=str(TINY_MODEL))
         assert await fleet.served() == ["unnamed-1", "unnamed-1"]
+
+
+async def test_an_adapter_that_came_as_a_file_is_brought_to_nodes_that_join(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    body = save(tensors, {"adapter_config": (folder / "adapter_config.json").read_text()})
+    async with opened(tmp_path, 3, lora_rank=4) as fleet:
+        first, second, third = fleet.front.roster.members.values()
+        second.state = third.state = "gone"
+        put = await fleet.trainer.call("PUT", "/v1/adapters/a/versions/1", body=body)
+        assert put.status == 201, put.text
+        second.state = third.state = "joining"
+        assert await fleet.weights.bring(second)
+        new_front = FleetWeights(front=fleet.front)
+        assert await new_front.bring(third), "a new front finds it at the nodes"
+        for plane in fleet.planes:
+            (state,) = (await plane.node.get("/v1/adapters")).json()["adapters"]
+            assert (state["name"], state["version"]) == ("a", "1")
+        assert not fleet.front.roster.in_state("stale")
+        third.state = "joining"
+        assert await new_front.bring(third), "nothing is sent twice"
+        assert (await fleet.planes[2].node.get("/v1/adapters")).json()["updates"] == 1
+        fleet.weights.adapters["b"] = {"name": "b", "version": "1"}
+        second.state = "joining"
+        assert await fleet.weights.bring(second)
+        assert second.stale
+        assert "no other node has the file of version '1': send it again" in second.problem
+        assert first.state == "up"
