@@ -46,6 +46,11 @@ class WeightPools:
             self._pools[model] = FleetWeights(front=self.front, model=model)
         return self._pools[model]
 
+    def hold(self, held: bool) -> None:
+        """Generation of all nodes was held, or goes on: nodes that join do the same."""
+        for model in {each.model for each in self.front.roster.reports()}:
+            self._pool(model).paused = {"mode": "in_place"} if held else None
+
     async def bring(self, member: FleetMember) -> bool:
         """Whether a node may take tasks now, as its pool has it."""
         return member.report is not None and await self._pool(member.report.model).bring(member)

@@ -5,7 +5,7 @@ Invariant: a task is submitted and cancelled by the front alone, so that both it
 Polar uses again is looked up on every node, as its tasks may be on several.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 from urllib.parse import quote
 
@@ -31,6 +31,19 @@ from polarnode.integrations.polar.tasks import TaskRoutes
 from polarnode.journal.values import TaskRecord
 from polarnode.trainers.polar import origin_of
 
+ADMIN: Final = ("inference/pause", "inference/resume", "policy_version")
+OF_ALL: Final = tuple(f"/rollout/admin/{each}" for each in ADMIN)
+OF_ONE: Final = (
+    *(("POST", f"/admin/{each}") for each in ADMIN),
+    ("GET", "/admin/inference/status"),
+    ("GET", "/rollout/status"),
+    ("GET", "/events"),
+    ("GET", "/sessions"),
+    ("POST", "/sessions"),
+    ("GET", "/sessions/<session_id>"),
+    ("DELETE", "/sessions/<session_id>"),
+    ("GET", "/sessions/<session_id>/completions"),
+)
 LISTED: Final = 200  # tasks of a list without a limit, as Polar has it
 
 
@@ -96,6 +109,7 @@ class PolarRoutes:
     """The handlers."""
 
     front: Front
+    hold: Callable[[bool], None] | None = None  # a pause or its end, for nodes that join
     tasks: TaskRoutes = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -111,7 +125,10 @@ class PolarRoutes:
             ("GET", "/tasks/<task_id>/sessions", self.read),
             ("GET", "/nodes", self.nodes),
             ("GET", "/health", self.health),
+            ("GET", "/nodes/<node_id>", self.node),
         )
+        yield from (("POST", path, self.of_all) for path in OF_ALL)
+        yield from ((method, path, self.of_one) for method, path in OF_ONE)
 
     async def read(self, task_id: str) -> Response:
         """As the node that owns the task answers."""
@@ -154,6 +171,30 @@ class PolarRoutes:
         answers = await self.front.ask_all("GET", "/nodes")
         return json_response(_json([row for _, each in answers if isinstance(each, list) for row in each]))
 
+    async def node(self, node_id: str) -> Response:
+        """The row of one node, as it answers."""
+        answers = await self.front.ask_all("GET", path_of_request())
+        for _, answer in answers:
+            if isinstance(answer, dict):
+                return json_response(answer)
+        raise NotFound(f"no node {node_id!r} is in this fleet: look at GET /nodes")
+
+    async def of_all(self) -> Response:
+        """What a rollout server answers for its gateways: the answers of all nodes as one."""
+        answers = await self.front.ask_all("POST", path_of_request())
+        if not answers:
+            raise Busy("no node of the fleet answers", retry_after=BUSY_S)
+        if not [each for _, each in answers if isinstance(each, dict)]:
+            raise answers[0][1]
+        if self.hold is not None and not request.path.endswith("policy_version"):
+            self.hold(request.path.endswith("pause"))
+        return json_response(joined_admin([(member.name, answer) for member, answer in answers]))
+
+    async def of_one(self, **_: str) -> Response:
+        """What each node answers for itself alone."""
+        nodes = ", ".join(each.link.url for each in self.front.roster.members.values())
+        raise NotFound(f"{request.path} is of one node: send it to a node of this fleet ({nodes})")
+
     async def health(self) -> Response:
         """Whether the fleet takes tasks; each node's own is among GET /nodes."""
         up = len(self.front.roster.in_state("up"))
@@ -161,13 +202,29 @@ class PolarRoutes:
         return json_response({"status": "ok" if healthy else "error", "node_id": "fleet", "nodes": up})
 
 
+def joined_admin(answers: list[tuple[str, Any]]) -> dict[str, Json]:
+    """One answer of several nodes below /rollout/admin; a node that gave an error makes `all_…` false."""
+    found = [answer for _, answer in answers if isinstance(answer, dict)]
+    failed: list[Json] = [
+        {"node_id": name, "status": "error", "response": {"error": str(answer)}}
+        for name, answer in answers
+        if not isinstance(answer, dict)
+    ]
+    joined: dict[str, Json] = {**found[0]}
+    for name in joined:
+        if name.startswith("all_"):
+            joined[name] = not failed and all(each[name] for each in found)
+    if "inflight" in joined:
+        joined["inflight"] = sum(each["inflight"] for each in found)
+    return {**joined, "nodes": [*(row for each in found for row in each["nodes"]), *failed]}
+
+
 def _json(rows: list[Any]) -> list[Json]:
     return list[Json](rows)
 
 
-def polar_routes(front: Front) -> Extension:
+def polar_routes(front: Front, hold: Callable[[bool], None] | None = None) -> Extension:
     """Polar's routes of a fleet."""
-    rows = tuple(
-        (method, path, answered(handler)) for method, path, handler in PolarRoutes(front=front).rows()
-    )
+    routes = PolarRoutes(front=front, hold=hold)
+    rows = tuple((method, path, answered(handler)) for method, path, handler in routes.rows())
     return Extension(rows=rows, token_headers=("X-Polar-Control-Token",), basic=True)

@@ -173,7 +173,7 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         sglang = Extension(
             rows=(*pools.rows(lambda weights: FleetSglang(weights=weights).extension().rows),), basic=True
         )
-        extensions = (Extension(rows=rows), sglang, polar_routes(front))
+        extensions = (Extension(rows=rows), sglang, polar_routes(front, pools.hold))
         app = control_plane((), token=config.token, guard=guard, extensions=extensions)
         answer_nodes_errors(app)
         listener = Address(host=config.host, port=config.port)

@@ -11,10 +11,11 @@ from polar_client import PolarClient
 from polar_client import Refused as PolarRefused
 
 from polarnode.client.asynchronous import AsyncPolarnodeClient
+from polarnode.client.values import Unreachable
 from polarnode.core.codec.tasks import read_task
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front
-from polarnode.fleet.service import polar_routes
+from polarnode.fleet.service import joined_admin, polar_routes
 from polarnode.fleet.serving import serve_front
 from polarnode.integrations.nemo_gym.app import Rollouts
 
@@ -94,3 +95,25 @@ async def test_nemo_gyms_rollouts_work_on_a_fleet(fleet: tuple[Front, str]) -> N
             nursery.cancel_scope.cancel()
     await client.aclose()
     assert found == ["completed"] * 4
+
+
+async def test_a_rollout_servers_admin_routes_answer_for_all_nodes(fleet: tuple[Front, str]) -> None:
+    _, url = fleet
+    client = PolarClient(url=url)
+    found = await client.ask("POST", "/rollout/admin/policy_version", version="12")
+    assert (found["all_updated"], found["policy_version"]) == (False, 12)
+    assert [each["node_id"] for each in found["nodes"]] == ["node-0", "node-1"]
+    assert (await client.ask("GET", "/nodes/node-1"))["node_id"] == "node-1"
+    for method, path in (("GET", "/nodes/node-9"), ("POST", "/admin/policy_version"), ("GET", "/sessions")):
+        with pytest.raises(PolarRefused, match="404"):
+            await client.ask(method, path)
+
+
+def test_answers_of_nodes_are_one_and_an_error_of_one_is_no_success() -> None:
+    row = {"node_id": "a", "status": "ok", "response": {}}
+    one = {"all_paused": True, "all_drained": True, "inflight": 2, "nodes": [row]}
+    both = joined_admin([("a", one), ("b", {**one, "all_drained": False})])
+    assert both == {"all_paused": True, "all_drained": False, "inflight": 4, "nodes": [row, row]}
+    failed = joined_admin([("a", one), ("b", Unreachable("gone"))])
+    assert (failed["all_paused"], failed["inflight"]) == (False, 2)
+    assert failed["nodes"] == [row, {"node_id": "b", "status": "error", "response": {"error": "gone"}}]
