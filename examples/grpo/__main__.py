@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def run(given: argparse.Namespace, plan: Plan, recipe: Recipe) -> dict[str, Any]
     load = os.getloadavg()[0]  # of others: the node is not there yet
     began, base = time.monotonic(), digest()
     with node(given) as client:
-        one = Run(client, Learner(PACKAGED, recipe), plan, given.out)
+        one = Run(client, Learner(PACKAGED, recipe), plan, given.out, mark=mark_of(given))
+        one.begin()
         before = one.evaluate("before") if plan.evaluate else {}
         started = time.monotonic()
         steps = one.train()
@@ -130,6 +132,11 @@ def node(given: argparse.Namespace) -> Iterator[PolarnodeClient]:
         nodes=given.nodes,
     ) as client:
         yield client
+
+
+def mark_of(given: argparse.Namespace) -> str:
+    """What keeps a run's names apart from those of other runs, on a node that is not its own."""
+    return "" if given.url is None else f"{token_hex(3)}-"
 
 
 def checkpoint(folder: Path) -> Path:

@@ -57,12 +57,19 @@ class Run:
     plan: Plan
     out: Path
     spec: Callable[..., dict[str, Any]] = tasks.spec
-    mark: str = ""  # before the names of tasks, which are unique on a node
+    mark: str = ""  # before the names of tasks and versions, which are unique on a node
     began: float = field(default_factory=time.monotonic)
     curve: list[float] = field(default_factory=list)
     _waiting: dict[str, Group] = field(default_factory=dict)
     _stream: Iterator[Group] | None = None
     _served: str | None = None  # the adapter that tasks name, once the node has it
+
+    def begin(self) -> None:
+        """Let a node that ran before this run serve what training begins with: another run may have left its
+        own weights.
+        """
+        if self.learner.adapter is None and self.client.weights().version != "0":
+            self.push("0")
 
     def train(self) -> list[dict[str, Any]]:
         """Run all steps; returns the log record of each."""
@@ -102,7 +109,7 @@ class Run:
         line |= {
             "pushed_s": time.monotonic() - learned,
             "seconds": time.monotonic() - self.began,
-            "version": str(step + 1),
+            "version": f"{self.mark}{step + 1}",
         }
         self.curve.append(line["reward"])
         return self.log("step", line)
@@ -192,12 +199,13 @@ class Run:
         return found
 
     def push(self, version: str) -> None:
-        """Save, let the node serve it, and forget the checkpoint before it."""
+        """Save, let the node serve it under this number, and forget the checkpoint before it."""
         folder = self.learner.save(self.out / "weights" / version)
         if self.learner.adapter is None:
-            self.client.update_weights(version, path=folder.absolute(), mode="in_place")
+            self.client.update_weights(f"{self.mark}{version}", path=folder.absolute(), mode="in_place")
         else:
-            self.client.update_adapter(ADAPTER, f"{ADAPTER}-{version}", path=folder.absolute())
+            name = f"{ADAPTER}-{self.mark}{version}"
+            self.client.update_adapter(ADAPTER, name, path=folder.absolute())
             self._served = ADAPTER
         for old in (self.out / "weights").iterdir():
             if old != folder:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.grpo import tasks
-from examples.grpo.__main__ import PACKAGED, node, parsed, plan_of, recipe_of
+from examples.grpo.__main__ import PACKAGED, mark_of, node, parsed, plan_of, recipe_of
 from examples.grpo.curve import smooth, svg
 from examples.grpo.learner import Learner, Recipe, optimizer_of
 from examples.grpo.train import TRUTH, Plan, Run
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True)
     plan, recipe = plan_of(given), recipe_of(given)
     with node(given) as client:
-        run = Run(client, Learner(PACKAGED, recipe), plan, given.out)
+        run = Run(client, Learner(PACKAGED, recipe), plan, given.out, mark=mark_of(given))
+        run.begin()
         before = run.evaluate("before") if plan.evaluate else {}
         log = train(client, plan, recipe, given)
         after = run.evaluate("after") if plan.evaluate else {}

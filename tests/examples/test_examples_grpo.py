@@ -404,7 +404,9 @@ def test_sampling_in_step_gives_the_logits_of_a_plain_pass(learner: Learner) -> 
 def test_a_fleet_that_can_not_be_is_refused(
     given: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.parsed(["--nodes", "2"]).nodes == 2
+    own, other = command.parsed(["--nodes", "2"]), command.parsed(["--url", "http://x"])
+    assert (own.nodes, command.mark_of(own)) == (2, "")
+    assert command.mark_of(other) != command.mark_of(other), "each run on a node that runs has its own names"
     with pytest.raises(SystemExit):
         command.parsed(given)
     assert word in capsys.readouterr().err

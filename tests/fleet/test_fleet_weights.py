@@ -8,9 +8,11 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import pytest
 import trio
 from adapters_kit import write_adapter
 from attrs import define
+from client_kit import KINDS, here, open_client
 from control_plane_parts import Caller
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file, save
 from weights_kit import Plane, disk, open_weights_plane, simulated_tiny
 
 from polarnode.api.app import Extension, control_plane
+from polarnode.client import ClientError
 from polarnode.core.fleet import NodeReport
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
@@ -319,3 +322,32 @@ async def test_an_adapter_that_came_as_a_file_is_brought_to_nodes_that_join(tmp_
         assert second.stale
         assert "no other node has the file of version '1': send it again" in second.problem
         assert first.state == "up"
+
+
+# ── every kind of client ──────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_client_gives_weights_to_a_fleet_as_to_a_node(kind: str, tmp_path: Path) -> None:
+    """The contract of test_client_rooms.py, on a front."""
+    bucket = {"payloads": [b64encode(pickle.dumps([])).decode()] * 2}  # one for each GPU of the fleet
+    with here() as thread:
+        fleet = thread.open(opened(tmp_path))
+        with open_client(kind, fleet.trainer.url, token="secret", patience_s=5.0) as client:
+            report = client.update_weights("1", path=TINY_MODEL)
+            assert (report.version, report.created, [host.ok for host in report.hosts]) == (
+                "1",
+                True,
+                [True] * 2,
+            )
+            assert client.update_weights("1", path=TINY_MODEL).created is False
+            with pytest.raises(ClientError) as other:
+                client.update_weights("1", path=tmp_path)
+            assert other.value.status == 409
+            assert client.pause("retract").paused == "retract"
+            assert client.resume().paused is None
+            assert client.push_weights("2", iter([bucket, bucket]), mode="retract").version == "2"
+            with pytest.raises(ClientError, match="payload"):
+                client.push_weights("3", [{"payloads": ["no base64!"]}])
+            assert (client.weights().version, client.weights().updating) == ("2", None)
+        assert thread.do(fleet.served) == ["2", "2"]

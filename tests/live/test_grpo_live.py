@@ -106,8 +106,8 @@ def test_an_adapter_is_learned_and_the_base_samples_as_before(
     after = greedy("after")
     [adapter] = client.adapters().adapters
     client.delete_adapter(adapter.name)  # base weights are updated next
-    assert [line["versions"] for line in lines] == [["grpo-0"], ["grpo-1"]]
-    assert (adapter.name, adapter.version) == ("grpo", "grpo-2")
+    assert [line["versions"] for line in lines] == [["grpo-lora-0"], ["grpo-lora-1"]]
+    assert (adapter.name, adapter.version) == ("grpo", "grpo-lora-2")
     assert max(line["worst"] for line in lines) < 1e-3
     assert all(line["updates"] == 1 and line["sessions"] == 4 and not line["unusable"] for line in lines)
     assert before == after
@@ -151,6 +151,30 @@ def test_two_steps_and_the_second_is_sampled_by_what_the_first_learned(
         "step",
     ]
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["2"]
+
+
+def test_another_run_on_the_same_node_begins_with_its_own_weights(
+    client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tasks and versions have names of its own, and what the run before left is not sampled from."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    import torch
+
+    from examples.grpo.__main__ import PACKAGED
+    from examples.grpo.learner import Learner, Recipe
+    from examples.grpo.train import Plan, Run
+
+    plan = Plan(harness="shell", steps=1, prompts=2, samples=2, evaluate=0)
+    first = Run(client, Learner(PACKAGED, Recipe()), plan, tmp_path / "first", mark="first-")
+    with torch.no_grad():
+        first.learner.model.model.norm.weight.mul_(0.5)
+    first.push("1")
+    run = Run(client, Learner(PACKAGED, Recipe(inner=1)), plan, tmp_path / "again", spec=spec, mark="again-")
+    run.begin()
+    [line] = run.train()
+    assert line["versions"] == ["again-0"]
+    assert line["worst"] < 1e-3
+    assert client.weights().version == line["version"] == "again-1"
 
 
 def test_trls_trainer_computes_the_logprobs_that_were_recorded(
