@@ -98,7 +98,7 @@ class NodeHost:
         self._child: subprocess.Popen[bytes] | None = None
         self._served = self._url = self._problem = ""
         self._failures, self._started, self._next_start = 0, 0.0, 0.0
-        self._ending = threading.Event()
+        self._parent, self._ending = os.getppid(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="node", daemon=True)
         self._thread.start()
 
@@ -135,6 +135,10 @@ class NodeHost:
 
     def _keep(self) -> None:
         while not self._ending.wait(LOOK_S):
+            if os.getppid() != self._parent:
+                # The raylet has died. Ray leaves its workers alive for more than a minute, and this one would
+                # keep the lifeline from the actor of the next `ray start`.
+                os._exit(1)
             try:
                 self._problem = self._step()
             except Exception as error:  # a full disk, a folder of another user: reported, and tried again

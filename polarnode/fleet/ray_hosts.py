@@ -16,7 +16,7 @@ import time
 from typing import IO, Any, Final
 
 import ray
-from attrs import define, field
+from attrs import define, evolve, field
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -66,7 +66,9 @@ class RayDriver:
 
     def step(self, listed: list[dict[str, Any]], now: float) -> RayNews:
         """Look at the cluster as `ray.nodes()` has it, and at answers that came. `now`: monotonic seconds."""
-        found = {each.ray_id: each for each in machines(listed, self.order.gpus_per_node)}
+        found = {each.ray_id: each for each in machines(listed, self.order)}
+        if any(each.marked for each in found.values()):
+            self.order = evolve(self.order, marked=True)
         self._kept = {ray_id: self._kept.get(ray_id) or _Kept() for ray_id in found}
         for ray_id, kept in self._kept.items():
             try:
@@ -110,7 +112,7 @@ class RayDriver:
                 nodes[name] = kept.report.url
             if kept.problem:
                 problems[name] = kept.problem
-        return RayNews(nodes=nodes, problems=problems)
+        return RayNews(nodes=nodes, problems=problems, marked=self.order.marked)
 
 
 def _actor(given: HostOrder) -> Any:

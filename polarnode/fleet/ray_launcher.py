@@ -111,7 +111,9 @@ class RayNodes:
         try:
             assert process.stdin is not None
             with suppress(trio.BrokenResourceError):
-                await process.stdin.send_all(dump_json(asdict(self.order)) + b"\n")
+                await process.stdin.send_all(
+                    dump_json(asdict(evolve(self.order, marked=self.addresses.marked))) + b"\n"
+                )
             yield process
         finally:
             with trio.CancelScope(shield=True):
@@ -122,7 +124,7 @@ class RayNodes:
             if self.problems.get(name) != problem:
                 logger.warning("machine %s of the Ray cluster: %s", name, problem)
         self.problems = dict(news.problems)
-        if self.addresses.take(news.nodes, trio.current_time()):
+        if self.addresses.take(news, trio.current_time()):
             logger.info("nodes of the Ray cluster: %s", self.addresses.urls)
             await self.write()
 

@@ -18,6 +18,7 @@ NAMESPACE: Final = "polarnode"  # of the actors, one on each machine
 # custom resource of `ray start`: where any machine has it, only such machines get a node
 RESOURCE: Final = "polarnode_host"
 LABEL: Final = "polarnode-host"  # label of `ray start`: the machine's name, if not its host name
+MARKED: Final = f"# only machines with the resource {RESOURCE}\n"
 # without a machine in Ray's list before its address is forgotten: a head that lost its memory lists none
 # until every machine was started again
 FORGET_S: Final = 900.0
@@ -41,12 +42,13 @@ class RayOrder:
     command: tuple[str, ...] = COMMAND
     token: str | None = field(default=None, repr=False)
     orphan_s: float = 300.0
+    marked: bool = False  # machines had the custom resource before: only such machines count
     stop: bool = False  # end the nodes and their actors instead
 
     @property
     def digest(self) -> str:
         """What a node that was started otherwise is recognised by."""
-        value = {**asdict(self), "address": "", "stop": False}
+        value = {**asdict(self), "address": "", "marked": False, "stop": False}
         return sha256(dump_json(value)).hexdigest()[:16]
 
 
@@ -87,23 +89,26 @@ class RayNews:
 
     nodes: Mapping[str, str] = field(factory=dict)
     problems: Mapping[str, str] = field(factory=dict)
+    marked: bool = False  # as of RayOrder
     error: str | None = None
     stopped: int | None = None  # so many actors were ended, as the order asked
 
 
-def machines(listed: Iterable[Mapping[str, Any]], gpus_per_node: int) -> list[RayMachine]:
+def machines(listed: Iterable[Mapping[str, Any]], order: RayOrder) -> list[RayMachine]:
     """The machines of `ray.nodes()` that are to have a node, by name: those with the custom resource where
-    any has it, else those with enough GPUs.
+    any has it or had it, else those with enough GPUs.
     """
     alive = [each for each in listed if each["Alive"]]
-    marked = [each for each in alive if each["Resources"].get(RESOURCE, 0) >= 1]
-    able = marked or [each for each in alive if each["Resources"].get("GPU", 0) >= gpus_per_node]
+    able = [each for each in alive if each["Resources"].get(RESOURCE, 0) >= 1]
+    marked = order.marked or bool(able)
+    if not marked:
+        able = [each for each in alive if each["Resources"].get("GPU", 0) >= order.gpus_per_node]
     found = [
         RayMachine(
             ray_id=each["NodeID"],
             name=(each.get("Labels") or {}).get(LABEL) or each["NodeManagerHostname"],
             host=each["NodeManagerAddress"],
-            marked=bool(marked),
+            marked=marked,
         )
         for each in able
     ]
@@ -139,27 +144,30 @@ class Addresses:
     """The addresses by machine, and since when, on the caller's clock, Ray lists a machine no more."""
 
     urls: dict[str, str] = field(factory=dict)
+    marked: bool = False  # as of RayOrder; for good, or the death of all marked machines would choose others
     _missing: dict[str, float] = field(factory=dict, init=False)
 
-    def take(self, nodes: Mapping[str, str], now: float) -> bool:
+    def take(self, news: RayNews, now: float) -> bool:
         """Ray answered; True if the list is another one. Call it for no other reason."""
-        before = dict(self.urls)
+        nodes, before = news.nodes, (dict(self.urls), self.marked)
+        self.marked = self.marked or news.marked
         for name in self.urls.keys() - nodes.keys():
             if now - self._missing.setdefault(name, now) >= FORGET_S:
                 del self.urls[name]
         self.urls |= nodes
         self._missing = {name: since for name, since in self._missing.items() if name not in nodes}
-        return self.urls != before
+        return (self.urls, self.marked) != before
 
     def text(self) -> str:
         """As a file with a list of nodes."""
         lines = [f"# {name}\n{url}\n" for name, url in sorted(self.urls.items())]
-        return "# nodes of a Ray cluster, written by its front: do not edit\n" + "".join(lines)
+        head = ["# nodes of a Ray cluster, written by its front: do not edit\n", MARKED * self.marked]
+        return "".join(head + lines)
 
     @classmethod
     def read(cls, text: str) -> "Addresses":
         """What `text` wrote."""
-        found, name = cls(), ""
+        found, name = cls(marked=MARKED in text), ""
         for line in text.splitlines():
             if line.startswith("# "):
                 name = line[2:]

@@ -59,6 +59,10 @@ def listed(name: str, *, alive: bool = True, **more: Any) -> dict[str, Any]:
     }
 
 
+def wants(gpus: int) -> RayOrder:
+    return RayOrder(address="auto", gpus_per_node=gpus, folder="/x")
+
+
 def names(found: list[RayMachine]) -> list[str]:
     return [each.name for each in found]
 
@@ -70,21 +74,22 @@ def test_a_machine_has_a_node_when_it_lives_and_has_gpus() -> None:
     head = listed("head", Resources={"CPU": 8.0})
     half = listed("half", Resources={"GPU": 4.0})
     found = [head, half, listed("b"), listed("a"), listed("dead", alive=False)]
-    assert names(machines(found, 8)) == ["a", "b"]
-    assert names(machines(found, 4)) == ["a", "b", "half"]
-    assert names(machines(found, 0)) == ["a", "b", "half", "head"]
+    assert names(machines(found, wants(8))) == ["a", "b"]
+    assert names(machines(found, wants(4))) == ["a", "b", "half"]
+    assert names(machines(found, wants(0))) == ["a", "b", "half", "head"]
 
 
 def test_marked_machines_alone_have_nodes_where_any_is_marked() -> None:
     marked = listed("m", Resources={RESOURCE: 1.0}, Labels={LABEL: "gpu-7"})
     gone = listed("gone", alive=False, Resources={RESOURCE: 1.0})
-    (found,) = machines([listed("a"), marked, gone], 8)
+    (found,) = machines([listed("a"), marked, gone], wants(8))
     assert (found.name, found.marked, found.ray_id, found.host) == ("gpu-7", True, "id-m", "10.0.0.5")
-    assert names(machines([listed("a"), gone], 8)) == ["a"], "a dead machine marks nothing"
+    assert names(machines([listed("a"), gone], wants(8))) == ["a"], "nobody knows what a dead machine had"
+    assert machines([listed("a"), gone], evolve(wants(8), marked=True)) == []
 
 
 def test_a_machine_that_cannot_have_a_node_is_one_sentence() -> None:
-    (machine,) = machines([listed("a")], 8)
+    (machine,) = machines([listed("a")], wants(8))
     assert refusal(machine, "t") is None
     assert "set POLARNODE_TOKEN" in (refusal(machine, None) or "")
     assert refusal(evolve(machine, host="127.0.0.1"), None) is None
@@ -93,7 +98,7 @@ def test_a_machine_that_cannot_have_a_node_is_one_sentence() -> None:
 
 
 def test_a_node_gets_its_address_its_gpus_and_the_options() -> None:
-    (machine,) = machines([listed("a")], 8)
+    (machine,) = machines([listed("a")], wants(8))
     order = RayOrder(address="auto", gpus_per_node=8, folder="/x", options=("--model", "/m"), token="t")
     found = node_arguments(HostOrder(machine=machine, order=order), 8080, "/x/a")
     assert found == (
@@ -119,27 +124,36 @@ def test_an_order_is_recognised_by_what_a_node_depends_on() -> None:
 
 def test_an_address_stays_until_ray_has_long_answered_without_it() -> None:
     known = Addresses()
-    assert known.take({"a": "http://a:1", "b": "http://b:1"}, 0.0)
-    assert not known.take({"a": "http://a:1"}, 10.0)
+    assert known.take(RayNews(nodes={"a": "http://a:1", "b": "http://b:1"}), 0.0)
+    assert not known.take(RayNews(nodes={"a": "http://a:1"}), 10.0)
     assert known.urls == {"a": "http://a:1", "b": "http://b:1"}
-    assert not known.take({"a": "http://a:1"}, 9.0 + FORGET_S)
-    assert not known.take({"b": "http://b:1"}, 9.5 + FORGET_S), "it came back: its time begins again"
-    assert known.take({"a": "http://a:2"}, 20.0 + FORGET_S), "another port replaces the old one at once"
+    assert not known.take(RayNews(nodes={"a": "http://a:1"}), 9.0 + FORGET_S)
+    assert not known.take(RayNews(nodes={"b": "http://b:1"}), 9.5 + FORGET_S), (
+        "it came back: its time begins again"
+    )
+    assert known.take(RayNews(nodes={"a": "http://a:2"}), 20.0 + FORGET_S), (
+        "another port replaces the old one at once"
+    )
     assert known.urls == {"a": "http://a:2", "b": "http://b:1"}
-    assert known.take({"a": "http://a:2"}, 20.0 + 2 * FORGET_S)
+    assert known.take(RayNews(nodes={"a": "http://a:2"}), 20.0 + 2 * FORGET_S)
     assert known.urls == {"a": "http://a:2"}
 
 
 def test_a_ray_that_is_away_for_a_day_forgets_nothing() -> None:
     known = Addresses()
-    known.take({"a": "http://a:1"}, 0.0)
-    assert not known.take({}, 86_400.0), "an empty head, after a day without any answer"
+    known.take(RayNews(nodes={"a": "http://a:1"}), 0.0)
+    assert not known.take(RayNews(nodes={}), 86_400.0), "an empty head, after a day without any answer"
     assert known.urls == {"a": "http://a:1"}
 
 
 def test_the_list_is_read_as_it_was_written() -> None:
     known = Addresses(urls={"m 1": "http://a:1", "m2": "http://b:1"})
     assert Addresses.read(known.text()).urls == known.urls
+    assert not Addresses.read(known.text()).marked
+    assert known.take(RayNews(nodes=known.urls, marked=True), 0.0)
+    assert not known.take(RayNews(nodes=known.urls), 1.0), "once marked, always"
+    again = Addresses.read(known.text())
+    assert (again.urls, again.marked) == (known.urls, True)
     assert Addresses.read(Addresses().text()).urls == {}
 
 
@@ -334,9 +348,12 @@ def test_the_driver_looks_again_after_an_actor_failed(monkeypatch: pytest.Monkey
     cluster = [listed("a"), listed("b/c")]
     assert driver.step(cluster, 0.0).problems["a"] == "its actor: the name is taken"
     assert LABEL in driver.step(cluster, 0.5).problems["b/c"]
-    driver.step(cluster, 2.0)
+    marked = listed("m", Resources={RESOURCE: 1.0})
+    assert not driver.step(cluster, 2.0).marked
     assert asked == ["a", "a"]
     assert driver.step([], 3.0) == RayNews()
+    assert driver.step([marked], 4.0).marked
+    assert driver.step(cluster, 9.0) == RayNews(marked=True), "no machine takes the place of a marked one"
 
 
 def test_a_line_of_the_driver_is_read_as_written() -> None:
