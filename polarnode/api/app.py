@@ -150,7 +150,8 @@ def _operation(where: Where, op: Operation, asked: Schemas, given: Schemas, *, t
             *_in_path(path),
             *(_in_query(name, PARAMETERS[name]) for name in op.query),
             *starmap(_in_query, op.own.items()),
-            *map(_in_header, op.headers),
+            *(_in_header(name, HEADERS[name]) for name in op.headers),
+            *starmap(_in_header, op.own_headers.items()),
         ],
         "responses": _responses(op, given, token=token and not op.open),
     }
@@ -212,8 +213,8 @@ def _in_query(name: str, parameter: Schema) -> Json:
     return {"name": name, "in": "query", "required": False, **parameter}
 
 
-def _in_header(name: str) -> Json:
-    return {"name": name, "in": "header", "required": False, "schema": HEADERS[name]}
+def _in_header(name: str, schema: Schema) -> Json:
+    return {"name": name, "in": "header", "required": False, "schema": schema}
 
 
 # ── openapi ────────────────────────────────────────────────────────────

@@ -190,6 +190,7 @@ class Operation:
     errors: tuple[int, ...] = ()
     refusal: Any = Refusal
     own: Mapping[str, Schema] = field(factory=dict)
+    own_headers: Mapping[str, Schema] = field(factory=dict)  # as `own`, of `headers`
     open: bool = False  # needs no token
     # OpenAPI links: the routes that take a value of the answer in their path, by the value's place in it
     leads_to: Mapping[str, Where] = field(factory=dict)

@@ -8,6 +8,7 @@ that no node serves an update that another has not got.
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from attrs import define, field
 from quart import Response, request
@@ -55,7 +56,9 @@ class FleetSglang:
             return passed(found[0])
         infos = [answer.json for answer in found]
         sums = {name: sum(each[name] for each in infos) for name in ("num_gpus", "dp_size")}
-        return json_response({**infos[0], **sums})
+        own = urlsplit(f"//{request.host}")
+        port = own.port or (443 if request.scheme == "https" else 80)
+        return json_response({**infos[0], **sums, "host": own.hostname, "port": port})
 
     async def ask_all(self) -> Response:
         body, path = await body_json_or({}), request.path

@@ -276,6 +276,7 @@ async def test_a_trainer_of_sglang_servers_updates_every_node_under_one_name(tmp
         assert (await fleet.planes[1].node.post("/v1/weights", new("1"))).status == 201
         info = (await fleet.trainer.get("/server_info")).json()
         assert (info["num_gpus"], info["dp_size"]) == (2, 2)
+        assert (info["host"], info["port"]) == ("127.0.0.1", 80), "as the trainer's Host has it, of no node"
         for payloads, status in (([good, good], 200), ([good, bad], 400)):
             await asked("/pause_generation")
             await asked(
