@@ -500,10 +500,24 @@ class Front:
             if owner is not None:
                 return self.roster.of_journal(owner)
             if not found:
+                self._insist_not_away(task_id)
                 return None
             if trio.current_time() >= until:
                 raise Busy("the task changes hands: its node is gone, and another takes it", retry_after=2.0)
             await trio.sleep(LOOK_S)
+
+    def _insist_not_away(self, task_id: str | None) -> None:
+        """Raise Busy for a task whose only homes are gone: begun anew, its places would be filled twice when
+        they come back.
+        """
+        row = self.homes.known.get(task_id or "")
+        home = None if row is None or row.task_id in self.homes.ended else self.roster.of_journal(row.home)
+        if home is not None and not home.answers:
+            raise Busy(
+                f"the task is on {home.name} alone, which does not answer: wait for it, or submit the task"
+                " under another id",
+                retry_after=BUSY_S,
+            )
 
     async def _rows_of(self, task_id: str | None, key: str | None) -> dict[str, CopyRow]:
         """The rows of one task, by journal."""

@@ -95,6 +95,20 @@ async def test_one_able_node_keeps_its_tasks_alone_until_another_joins(tmp_path:
             while task_id not in (found.rows or {}):  # noqa: ASYNC110
                 await trio.sleep(0.05)
         assert (found.rows or {})[task_id].second == ""
+        await nodes[0].kill()
+        with trio.fail_after(20):
+            while found.state != "gone":  # noqa: ASYNC110
+                await trio.sleep(0.05)
+        async with asked(client) as link:
+            again = hollow_task(seconds=60.0, requires={"disk": "large"}, task_id=task_id)
+            for method, path, value in (("POST", "/v1/tasks", again), ("GET", f"/v1/tasks/{task_id}", None)):
+                answer = await link.ask(method, path, value=value)
+                assert answer.status == 429, "begun on another node, it would be there twice"
+                assert "the task is on node-0 alone" in answer.json["error"]["message"]
+        await nodes[0].start()
+        with trio.fail_after(20):
+            while task_id not in (found.rows or {}):  # noqa: ASYNC110
+                await trio.sleep(0.05)
         await relabelled(nodes[1], labels={"disk": "large"})
         with trio.fail_after(20):
             while (found.rows or {})[task_id].second != nodes[1].journal:  # noqa: ASYNC110
