@@ -59,7 +59,15 @@ from polarnode.cli.options import node_address
 @click.option("--config", "file", help="TOML file with settings of the nodes started here.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; others need TLS.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: a free one.")
-@click.option("--tls-cert", help="PEM file of the front's certificate with its chain.")
+@click.option(
+    "--join",
+    is_flag=True,
+    help="Let nodes join with the token that is printed; so it is off loopback without --nodes.",
+)
+@click.option(
+    "--public-url", help="Address that nodes and trainers are given. [default: of --host and --port]"
+)
+@click.option("--tls-cert", help="PEM file of the front's certificate with its chain. [default: its own]")
 @click.option("--tls-key", help="PEM file of its key.")
 @click.option(
     "--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Host name that is served too."
@@ -93,6 +101,7 @@ def fleet(
 
     \b
     polarnode fleet --local 3 --engine simulated
+    polarnode fleet --host 10.0.0.1
     polarnode fleet --nodes http://10.0.0.5:8080,http://10.0.0.6:8080
     polarnode fleet --ray auto --gpus-per-node 8 --model /models/Qwen3-8B
     polarnode fleet --nodes @nodes.txt --host 0.0.0.0 --tls-cert front.pem --tls-key front.key
@@ -105,13 +114,15 @@ def fleet(
     if ctx.invoked_subcommand is not None:
         return
     from polarnode.cli import fleet_run
+    from polarnode.core.codec.limits import is_loopback
     from polarnode.fleet.config import FleetConfig
 
     given = {"--engine": engine, "--cpu": cpu, "--model": model, "--config": file}
     options = [part for name, value in given.items() if value for part in (name, value) if part is not True]
     options += shlex.split(node_options)
     urls = tuple(url.strip() for each in nodes for url in each.split(",") if url.strip())
-    config = FleetConfig(nodes=urls, **params)
+    alone = not (urls or local or ray is not None or is_loopback(params["host"]))
+    config = FleetConfig(nodes=urls, **{**params, "join": params["join"] or alone})
     order = None
     if ray is not None:
         order = fleet_run.ray_order(config, ray, gpus_per_node, node_state_dir, tuple(options))

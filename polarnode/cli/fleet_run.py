@@ -21,13 +21,15 @@ from polarnode.client.pins import split_pin
 from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.join_token import JoinToken
+from polarnode.fleet.joining import joinable
 from polarnode.fleet.link import Link
 from polarnode.fleet.members import MemberState
 from polarnode.fleet.ray_launcher import check_ray, ray_nodes, stop_nodes
 from polarnode.fleet.ray_machines import RayOrder
 from polarnode.fleet.serving import local_nodes, serve_front
-from polarnode.http.server import Address, listening_socket
-from polarnode.support.bounded import open_node_log, private_folder
+from polarnode.http.server import Address, Certificate, listening_socket
+from polarnode.support.bounded import open_node_log, private_folder, private_opener
 
 COLUMNS = (
     *("node", "model", "state", "for", "sessions", "slots", "s/session", "weights", "copies", "held"),
@@ -60,10 +62,14 @@ def serve(config: FleetConfig, *, local: int, options: tuple[str, ...], order: R
     """Serve until SIGINT or SIGTERM; returns the exit code. `local` nodes of this machine are started with
     `options`, those of a Ray cluster by `order`.
     """
+    state = Path(config.state_dir)
+    if config.join:
+        with boundary(ConfigError, f"--state-dir {state} cannot be written"):
+            private_folder(state)
+        config = joinable(config)
     if not local:
         evolve(config, nodes=config.nodes or (("@ray",) if order else ())).check()
     listening_socket(Address(host=config.host, port=config.port)).close()
-    state = Path(config.state_dir)
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         private_folder(state)
         open_node_log(state)
@@ -95,9 +101,36 @@ async def _serve(
         scheme = "http" if config.tls_cert is None else "https"
         url = f"{scheme}://{address.host}:{address.port}"
         console.print(f"fleet on {url} · {len(config.nodes)} nodes or lists of nodes")
+        if config.join:
+            await trio.to_thread.run_sync(_print_join, config, config.public_url or url, console)
         console.print(f"· polarnode fleet status --url {url} shows them; Ctrl-C stops the front", style="dim")
         await requested(stop)
         nursery.cancel_scope.cancel()
+
+
+def _print_join(config: FleetConfig, url: str, console: Console) -> None:
+    """Print what a node and a trainer are given. The line is one, however wide it is, to be copied."""
+    digest = ""
+    if config.tls_cert is not None and config.tls_key is not None:
+        digest = Certificate(config.tls_cert, config.tls_key, settings="tls").digest
+    state, token = Path(config.state_dir), config.token or ""
+    text = JoinToken(url=url.rstrip("/"), certificate=digest, token=token).text
+    with (
+        boundary(ConfigError, f"--state-dir {state} cannot be written"),
+        open(state / "join.token", "w", opener=private_opener) as file,
+    ):
+        file.write(text + "\n")
+    pinned = f"{url}#{digest}" if digest else url
+    for what, line in (
+        (
+            "on each GPU host (a secret; also --join @FILE, with",
+            f"POLARNODE_JOIN={text} polarnode --gpus 0-7 --model …",
+        ),
+        ("for trainers and polarnode's commands, with POLARNODE_TOKEN:", f"export POLARNODE_URL='{pinned}'"),
+    ):
+        end = f" {state / 'join.token'}):" if what.endswith("with") else ""
+        console.print(f"· {what}{end}", style="dim", soft_wrap=True)
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def status(url: str, token: str | None, *, as_json: bool) -> None:

@@ -30,7 +30,7 @@ from polarnode.core.errors import PolarnodeError
 # modules of the packages of `polarnode[node]`
 NODE_MODULES = frozenset(
     {"trio", "hypercorn", "quart", "quart_trio", "podman", "h11", "jinja2", "transformers", "tokenizers"}
-    | {"rich", "prometheus_client", "yaml", "regex"}
+    | {"rich", "cryptography", "prometheus_client", "yaml", "regex"}
 )
 FOLDER = click.Path(file_okay=False, path_type=Path)
 EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -76,6 +76,11 @@ class CommandGroup(click.Group):
     "--port",
     type=click.IntRange(0, 65535),
     help="Port to listen on; 0 takes a free one. [default: 8080]",
+)
+@click.option(
+    "--join",
+    metavar="@FILE",
+    help="Join a fleet: a file with the join token that its front prints. [default: POLARNODE_JOIN]",
 )
 @click.option("--tls-cert", help="PEM file of the control plane's certificate with its chain.")
 @click.option("--tls-key", help="PEM file of its key.")

@@ -32,6 +32,7 @@ CONVERTED = (
     "config_file",
     "gpus",
     "import_paths",
+    "join",
     "allowed_hosts",
     "adapters",
     "labels",
@@ -252,6 +253,8 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
             if bad := [first for first, _, second in named if not second]:
                 raise ConfigError(f"{flag} {bad[0]}: write it as {form}")
             flags[name] = {first: second for first, _, second in named}
+    if params.get("join") is not None:
+        flags["join"] = _secret_of("--join", params["join"])
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()
@@ -259,6 +262,16 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     if file is not None and "token" in tomllib.loads(toml or ""):
         _warn_if_readable(file)
     return config
+
+
+def _secret_of(option: str, given: str) -> str:
+    """The text of the file that an option names as @FILE: command lines are visible to others."""
+    if not given.startswith("@"):
+        raise ConfigError(
+            f"{option} takes @FILE, for command lines are visible to others; or set POLARNODE_JOIN"
+        )
+    with boundary(ConfigError, f"{option} {given} cannot be read"):
+        return Path(given[1:]).read_text().strip()
 
 
 def _warn_if_readable(file: Path) -> None:

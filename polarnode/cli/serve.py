@@ -15,11 +15,13 @@ from polarnode.cli.output import open_console
 from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
+from polarnode.fleet.join_token import read_join_token
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.integrations.nemo_gym.app import Lost, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node.config import NodeConfig, check_hosts
+from polarnode.node.joining import FleetEntry, joining_config
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node, serve_control_plane
 from polarnode.node.orphan import orphaned
@@ -37,6 +39,7 @@ def serve(config: NodeConfig) -> int:
     state = Path(config.state_dir)
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         private_folder(state)
+    config = joining_config(config)
     # reports a taken port now, not after the engine has started
     listening_socket(Address(host=config.host, port=config.port)).close()
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
@@ -53,9 +56,14 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             open_node(config, report=lambda text: console.print(f"· {text}", style="dim")) as node,
             serve_control_plane(node) as address,
             open_background(partial(_stop_as_orphan, node, stop)),
+            open_background(partial(_announce, node, address)),
         ):
             scheme = "http" if config.tls_cert is None else "https"
             url = f"{scheme}://{address.host}:{address.port}"
+            if config.join is not None:
+                console.print(
+                    f"· joining the fleet of {read_join_token(config.join).url}", style="dim", soft_wrap=True
+                )
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
             if config.engine == "simulated":
                 console.print(
@@ -79,6 +87,16 @@ async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> N
     await orphaned(Path(config.lifeline), lambda: bool(node.homes.office.feeds), config.orphan_s)
     logger.warning("nobody has held or followed this node for %g s: it ends", config.orphan_s)
     stop()
+
+
+async def _announce(node: Node, served: Address, ready: trio.Event) -> None:
+    """Announce a node that has a join token to the front of its fleet."""
+    config = node.config
+    ready.set()
+    if config.join is None:
+        return
+    node.entry = entry = FleetEntry(config=config, token=read_join_token(config.join))
+    await entry.announce(served)
 
 
 async def _end(node: Node, console: Console) -> None:

@@ -9,7 +9,7 @@ import re
 from attrs import field, frozen
 
 from polarnode.client.pins import split_pin
-from polarnode.core.codec.limits import is_loopback, url_fault
+from polarnode.core.codec.limits import address, is_loopback, url_fault
 from polarnode.core.errors import ConfigError
 
 
@@ -28,6 +28,10 @@ class FleetConfig:
     tls_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     state_dir: str = ".polarnode-fleet"
+    # nodes announce themselves with the join token that the front prints
+    join: bool = False
+    # the address that the join token and trainers are given, where it is another than `host` and `port`
+    public_url: str | None = None
     # the part of the nodes that must have loaded new weights for an update to stand; the others take no new
     # tasks until they have
     min_nodes: float = 0.9
@@ -36,7 +40,8 @@ class FleetConfig:
         """Itself. Raises ConfigError for settings that cannot work."""
         if not self.nodes:
             raise ConfigError(
-                "name the nodes: --nodes URL,URL, --nodes @FILE, --nodes dns:NAME:PORT, or --local 3"
+                "name the nodes: --nodes URL,URL, --nodes @FILE, --nodes dns:NAME:PORT, or --local 3; or give"
+                " --host ADDRESS, and nodes join"
             )
         for node in self.nodes:
             if node.startswith(("@", "dns:")):
@@ -60,6 +65,21 @@ class FleetConfig:
                     f"host {self.host} is not loopback: give --tls-cert and --tls-key, or listen on 127.0.0.1"
                     " behind a proxy that speaks TLS"
                 )
+        self._check_public()
         if not 0 < self.min_nodes <= 1:
             raise ConfigError("min_nodes must be more than 0 and at most 1")
         return self
+
+    def _check_public(self) -> None:
+        url = self.public_url
+        if url is None:
+            if self.join and self.host in ("0.0.0.0", "::"):
+                raise ConfigError(
+                    f"host {self.host} is no address that nodes can call: give --host with one of this"
+                    " machine, or --public-url"
+                )
+            return
+        if fault := url_fault(url):
+            raise ConfigError(f"public_url: {url!r} {fault}")
+        if address(url).scheme != "https" or address(url).path.strip("/") or "#" in url or "?" in url:
+            raise ConfigError(f"public_url: {url!r} must be https:// with a host and a port alone")

@@ -108,6 +108,9 @@ class Front:
                 members[url] = FleetMember(link=link, last_byte=trio.current_time())
                 self._attended[url] = trio.CancelScope()
                 self.nursery.start_soon(self._attend, members[url], self._attended[url])
+            elif members[url].link.certificate != certificate:
+                members[url].link.certificate = certificate  # of the next connection, and all close now
+                self.nursery.start_soon(members[url].link.close)
         for url in members.keys() - urls.keys():
             if members[url].state in ("gone", "left") or self._left(members[url]):
                 self._attended.pop(url).cancel()

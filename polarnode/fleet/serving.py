@@ -21,6 +21,7 @@ from polarnode.core.errors import ConfigError
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front, open_front
+from polarnode.fleet.joining import JOINED, OPERATION, JoinedNodes
 from polarnode.fleet.openapi import fleet_operations
 from polarnode.fleet.pools import WeightPools
 from polarnode.fleet.routes import FrontRoutes, answer_nodes_errors
@@ -174,11 +175,13 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         sglang = Extension(
             rows=(*pools.rows(lambda weights: FleetSglang(weights=weights).extension().rows),), basic=True
         )
-        extensions = (
-            Extension(rows=rows, operations=fleet_operations()),
-            sglang,
-            polar_routes(front, pools.hold),
-        )
+        joined = Extension(rows=())
+        if config.join:
+            joining = JoinedNodes(front=front, file=Path(config.state_dir) / JOINED)
+            joined = Extension(rows=(*joining.rows(),), operations=dict([OPERATION]))
+            front.nursery.start_soon(joining.keep)
+        served = Extension(rows=rows, operations=fleet_operations())
+        extensions = (served, sglang, polar_routes(front, pools.hold), joined)
         app = control_plane((), token=config.token, guard=guard, extensions=extensions)
         answer_nodes_errors(app)
         listener = Address(host=config.host, port=config.port)

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal, get_origin
 
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from polarnode.containers.egress.rules import CALLBACK_NETWORKS
 from polarnode.core import codec
@@ -24,6 +24,7 @@ from polarnode.core.errors import ConfigError, Refused
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import LORA_MODULES
 from polarnode.evaluators.judging import JudgeConfig
+from polarnode.fleet.join_token import read_join_token
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
 MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
@@ -112,6 +113,8 @@ class NodeConfig:
     # names in `Host` that are served besides loopback's and `host`; with a token every name is
     allowed_hosts: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
+    # a fleet's join token: where its front is, and the token of all; the node announces itself there
+    join: str | None = field(default=None, repr=False)
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     # file that whoever started the node holds a lock on; None: the node lives until it is stopped
     lifeline: str | None = None
@@ -198,8 +201,21 @@ def read_config(
         config = codec.structure(settings, NodeConfig, forbid_extra=True)
     except Refused as refused:
         raise ConfigError(f"setting {(refused.path or '$').removeprefix('$.')}: {refused}") from refused
+    config = _with_join(config)
     _check(config)
     return config
+
+
+def _with_join(config: NodeConfig) -> NodeConfig:
+    """The settings with the fleet's token, where they have a join token."""
+    if config.join is None:
+        return config
+    token = read_join_token(config.join).token
+    if config.token not in (None, token):
+        raise ConfigError(
+            "token is another than the join token's: unset POLARNODE_TOKEN, the join token brings the fleet's"
+        )
+    return evolve(config, token=token)
 
 
 def parse_gpus(text: str) -> list[Json]:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE: Final = 0o700
 FILE_MODE: Final = 0o600
 # what a state folder holds, by the beginning of its name
-STATE_NAMES: Final = ("journal.sqlite", "node.log", "images.log", "engine-", "sessions", "adapters")
+STATE_NAMES: Final = ("journal.sqlite", "node.log", "images.log", "engine-", "sessions", "adapters", "tls.")
 
 
 def private_opener(path: str, flags: int) -> int:
