@@ -64,7 +64,7 @@ def test_a_lifeline_is_a_setting() -> None:
 
 async def test_an_orphan_stops_as_at_a_signal(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     config = read_config(flags={"lifeline": str(tmp_path / "m.lock"), "orphan_s": 7.0})
-    node = SimpleNamespace(config=config, homes=SimpleNamespace(feeds={}))
+    node = SimpleNamespace(config=config, homes=SimpleNamespace(office=SimpleNamespace(feeds={})))
     stopped: list[float] = []
     began = trio.current_time()
     stop = StopRequest(lambda: stopped.append(trio.current_time() - began))
