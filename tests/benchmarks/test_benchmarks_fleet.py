@@ -36,18 +36,19 @@ async def test_a_short_chaos_loses_and_doubles_no_place(script: Any) -> None:
 
 
 def test_a_lost_and_a_doubled_place_are_found(script: Any) -> None:
-    chaos = script.Chaos(folder=Path(), nodes=[], random=random.Random(0))
+    front = script.FrontProcess(folder=Path(), nodes="")
+    chaos = script.Chaos(nodes=[], fronts=[front], random=random.Random(0))
     chaos.tasks["t"] = 2
     for index in range(2):
         session = {"task_id": "t", "sample_index": index, "session_id": f"s{index}"}
-        chaos.reader.add("trajectory", f"trajectory:s{index}", session)
+        front.reader.add("trajectory", f"trajectory:s{index}", session)
     with pytest.raises(AssertionError, match="the group of t did not come"):
-        chaos.reader.check(chaos.tasks)
+        front.reader.check(chaos.tasks)
     sessions = [{"sample_index": index, "session_id": f"s{index}"} for index in range(2)]
-    chaos.reader.add("group", "group:t", {"sessions": sessions})
+    front.reader.add("group", "group:t", {"sessions": sessions})
     assert chaos.ended() == 1
-    chaos.reader.check(chaos.tasks)
+    front.reader.check(chaos.tasks)
     other = {"task_id": "t", "sample_index": 1, "session_id": "s2"}
-    chaos.reader.add("trajectory", "trajectory:s2", other)
+    front.reader.add("trajectory", "trajectory:s2", other)
     with pytest.raises(AssertionError, match="is doubled"):
-        chaos.reader.check(chaos.tasks)
+        front.reader.check(chaos.tasks)
