@@ -109,8 +109,11 @@ class FleetRoutes:
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     async def tasks(self) -> Response:
-        args = request.args
-        return json_response(plain(await self.node.homes.rows(args.get("task_id"), args.get("key"))))
+        task_id, key = request.args.get("task_id"), request.args.get("key")
+        found = await self.node.homes.rows(task_id, key)
+        if not found.tasks:
+            found = CopyRows(tasks=self.node.homes.ended.find(task_id, key))
+        return json_response(plain(found))
 
     async def submit(self) -> Response:
         """Answer 202 when the task, or the copy, is in the journal."""
@@ -122,7 +125,8 @@ class FleetRoutes:
 
     async def drop(self, task_id: str) -> Response:
         self.node.homes.office.check(_number("term"))
-        left = await self.node.homes.drop(task_id, _epoch())
+        ended = request.args.get("ended") == "1"
+        left = await self.node.homes.drop(task_id, _epoch(), ended=ended)
         return json_response(plain(CopyRows(tasks=() if left is None else (left,))))
 
     async def commit(self, task_id: str, place: int) -> Response:

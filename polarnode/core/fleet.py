@@ -79,7 +79,8 @@ class CopyRow:
     """A line of GET /v1/fleet/tasks. `finished`: every place has ended here, with its event; `open_places`
     have neither a commit nor an end here. `acknowledged`: of a home that is not the task's first one, all
     that is waited for has its `task` event. It keeps its row until the front knows that no earlier home is
-    left, which would begin the task again.
+    left, which would begin the task again. `ended`: a former second home remembers that the task ended at
+    `home`; it has no copy any more.
     """
 
     task_id: str
@@ -89,6 +90,7 @@ class CopyRow:
     second: str
     finished: bool = False
     acknowledged: bool = False
+    ended: bool = False
     cancelled: bool = False
     waiting: bool = False  # home of an earlier run of its node: POST /v1/fleet/resume confirms or retires it
     open_places: int = 0

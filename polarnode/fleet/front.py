@@ -42,8 +42,9 @@ from polarnode.core.status import Submitted
 from polarnode.core.task import TaskSpec
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.link import Link, NobodyListens
+from polarnode.fleet.lookup import NEWS, TaskLookup
 from polarnode.fleet.members import GONE_S, FleetMember, MemberState, Roster
-from polarnode.fleet.ownership import KnownHomes, NodePlan, Seen, majority, owner_of, plans
+from polarnode.fleet.ownership import KnownHomes, NodePlan, Seen, majority, plans
 from polarnode.fleet.placement import BUSY_S, able_of, home_of, insist_possible, second_of, why_none
 from polarnode.support.bounded import remember
 
@@ -60,9 +61,6 @@ IDLE_S: Final = 10.0  # between rounds when nothing changed and nothing was left
 # between any two rounds: each looks at all tasks, a millisecond for 100, and commits change them all the time
 ROUND_S: Final = 0.2
 REMEMBERED: Final = 100_000  # sessions whose node is known without asking: 20 MB
-# for a task whose home has died to get another: a question about it is not worth an error before
-CHANGING_S: Final = 5.0
-NEWS: Final = (Unreachable, ClientError)
 
 
 @frozen(kw_only=True)
@@ -86,6 +84,7 @@ class Front:
     lost: dict[str, int] = field(factory=dict)
     joined: list[Callable[[FleetMember], Awaitable[bool]]] = field(factory=list)  # asked before a node is up
     homes: KnownHomes = field(factory=KnownHomes)
+    lookup: TaskLookup = field(init=False)
     nodes_of_sessions: dict[str, str] = field(factory=dict)  # journals, by session
     changed: trio.Event = field(factory=trio.Event)  # set and replaced when a member changes
     _attended: dict[str, trio.CancelScope] = field(factory=dict)
@@ -95,6 +94,9 @@ class Front:
     # is decided about a task, because its copy would look like one that never began
     _begun: dict[str, str] = field(factory=dict)
     _news: trio.Event = field(factory=trio.Event)  # decisions are due
+
+    def __attrs_post_init__(self) -> None:
+        self.lookup = TaskLookup(self.roster, self.homes)
 
     # ── the roster ────────────────────────────────────────────────────────────
 
@@ -362,6 +364,7 @@ class Front:
             for drop in plan.drop:
                 epoch = drop.epoch
                 at = {"term": term, "epoch_term": epoch.term, "epoch_number": epoch.number}
+                at |= {"ended": 1} if drop.ended else {}
                 await link.call("DELETE", f"/v1/fleet/tasks/{quote(drop.task_id, safe='')}?{urlencode(at)}")
                 if member.rows is not None:
                     member.rows.pop(drop.task_id, None)
@@ -410,7 +413,7 @@ class Front:
         return submitted
 
     async def _submitted(self, spec: TaskSpec, key: str | None) -> Submitted:
-        owner = await self.find(spec.task_id, key) if spec.task_id or key else None
+        owner = await self.lookup.find(spec.task_id, key) if spec.task_id or key else None
         if owner is not None:
             return await self._hand_over(owner, spec, key)
         if len(self.roster.members) == 1:
@@ -492,72 +495,15 @@ class Front:
                 retry_after=STARTING_S,
             )
 
-    async def find(self, task_id: str | None, key: str | None = None) -> FleetMember | None:
-        """The node that owns a task, by its id or key. Busy while its owner is being changed, or a node that
-        may have it does not answer.
-        """
-        until = trio.current_time() + CHANGING_S
-        while True:
-            found = await self._rows_of(task_id, key)
-            owner = owner_of(found)
-            if owner is not None:
-                return self.roster.of_journal(owner)
-            if not found:
-                self._insist_not_away(task_id)
-                return None
-            if trio.current_time() >= until:
-                raise Busy("the task changes hands: its node is gone, and another takes it", retry_after=2.0)
-            await trio.sleep(LOOK_S)
-
-    def _insist_not_away(self, task_id: str | None) -> None:
-        """Raise Busy for a task whose only homes are gone: begun anew, its places would be filled twice when
-        they come back.
-        """
-        row = self.homes.known.get(task_id or "")
-        home = None if row is None or row.task_id in self.homes.ended else self.roster.of_journal(row.home)
-        if home is not None and not home.answers:
-            raise Busy(
-                f"the task is on {home.name} alone, which does not answer: wait for it, or submit the task"
-                " under another id",
-                retry_after=BUSY_S,
-            )
-
-    async def _rows_of(self, task_id: str | None, key: str | None) -> dict[str, CopyRow]:
-        """The rows of one task, by journal."""
-        found: dict[str, CopyRow] = {}
-        for name, value in (("task_id", task_id), ("key", key)):
-            if found or not value:
-                continue
-            path = f"/v1/fleet/tasks?{urlencode({name: value})}"
-            answers = await self.ask_all("GET", path)
-            for member, answer in answers:
-                rows = structure(answer, CopyRows).tasks if not isinstance(answer, PolarnodeError) else ()
-                found.update((member.journal, row) for row in rows)
-        return found
-
-    async def ask_all(self, method: str, path: str, **more: Any) -> list[tuple[FleetMember, Any]]:
-        """Ask every node that answers. Gives each one's JSON, or the error."""
-        found: list[tuple[FleetMember, Any]] = []
-
-        async def ask(member: FleetMember) -> None:
-            try:
-                found.append((member, await member.link.call(method, path, **more)))
-            except NEWS as error:
-                found.append((member, error))
-
-        async with trio.open_nursery() as nursery:
-            for member in self.roster.members.values():
-                if member.answers:
-                    nursery.start_soon(ask, member)
-        return sorted(found, key=lambda each: each[0].link.url)
-
     async def cancel(self, task_id: str) -> bool | None:
         """Cancel a task in both its journals, before the answer. None for an unknown one."""
-        owner = await self.find(task_id)
+        owner = await self.lookup.find(task_id)
         if owner is None:
             return None
         path = f"/v1/fleet/cancel/{quote(task_id, safe='')}"
-        for member, answer in await self.ask_all("GET", f"/v1/fleet/tasks?{urlencode({'task_id': task_id})}"):
+        for member, answer in await self.lookup.ask_all(
+            "GET", f"/v1/fleet/tasks?{urlencode({'task_id': task_id})}"
+        ):
             rows = () if isinstance(answer, PolarnodeError) else structure(answer, CopyRows).tasks
             if any(row.role == "second" for row in rows):
                 await member.link.call("POST", path)

@@ -15,10 +15,11 @@ from polarnode.core.fleet import Adoption, CopyRow, Epoch, Moved
 
 @frozen(kw_only=True)
 class Drop:
-    """A copy that nobody needs."""
+    """A copy that nobody needs. `ended`: its task has ended, and everybody has it."""
 
     task_id: str
     epoch: Epoch
+    ended: bool = False
 
 
 KNOWN: Final = 100_000  # tasks whose homes are remembered: 50 MB, some days of a large fleet
@@ -208,7 +209,7 @@ def _drop_settled(
         return
     mine = by_journal[owner]
     for journal in {owner, mine.second} & found.keys():
-        found[journal].drop.append(Drop(task_id=mine.task_id, epoch=mine.epoch))
+        found[journal].drop.append(Drop(task_id=mine.task_id, epoch=mine.epoch, ended=True))
 
 
 def _drop_unbegun(seen: Seen, by_journal: Mapping[str, CopyRow], found: dict[str, NodePlan]) -> None:

@@ -121,7 +121,7 @@ class FrontRoutes:
         else:
             limit = float("inf")
         every: list[dict[str, Any]] = []
-        for _, answer in await self.front.ask_all("GET", f"/v1/tasks?limit={query.limit}"):
+        for _, answer in await self.front.lookup.ask_all("GET", f"/v1/tasks?limit={query.limit}"):
             every += [] if isinstance(answer, Exception) else answer["tasks"]
         shown = sorted(
             (each for each in every if each["submitted"] < limit), key=lambda each: -each["submitted"]
@@ -141,7 +141,7 @@ class FrontRoutes:
         return json_response({"task_id": task_id, "cancelled": cancelled})
 
     async def _owner(self, task_id: str) -> FleetMember:
-        owner = await self.front.find(task_id)
+        owner = await self.front.lookup.find(task_id)
         if owner is None:
             raise _no_task(task_id)
         return owner
@@ -164,7 +164,7 @@ class FrontRoutes:
             found = await known.link.ask(method, path, body=body, headers=headers, timeout_s=END_S)
             if found.status != 404:
                 return found
-        for member, answer in await front.ask_all(
+        for member, answer in await front.lookup.ask_all(
             "GET", f"/v1/sessions/{quote(session_id, safe='')}?arrays=base64"
         ):
             if not isinstance(answer, Exception):
@@ -198,7 +198,7 @@ class FrontRoutes:
         """Placed on a node, and answered with that node's address; all of one task on the same node."""
         body = await sent_body() or b"{}"
         spec = read_capture(read_json(body))
-        member = await self.front.find(spec.task_id) if spec.task_id else None
+        member = await self.front.lookup.find(spec.task_id) if spec.task_id else None
         member = member or self.front.node_for(evolve(ANY, requires=spec.requires))
         answer = await member.link.ask("POST", "/v1/capture", body=body, headers=JSON_BODY)
         if answer.status < 300:
@@ -208,7 +208,7 @@ class FrontRoutes:
     async def captures(self) -> Response:
         read_query(request.args)
         found, limit = list[Json](), 0
-        for _, answer in await self.front.ask_all("GET", "/v1/capture"):
+        for _, answer in await self.front.lookup.ask_all("GET", "/v1/capture"):
             if not isinstance(answer, Exception):
                 found += answer["captures"]
                 limit += answer["limit"]
@@ -223,7 +223,7 @@ class FrontRoutes:
         if len(spec.sessions) > MAX_EVALUATED:
             raise Refused(f"sessions must be at most {MAX_EVALUATED}", path="$.sessions")
         headers = {} if key is None else {"Idempotency-Key": key}
-        answers = await self.front.ask_all("POST", "/v1/evaluations", value=spec, headers=headers)
+        answers = await self.front.lookup.ask_all("POST", "/v1/evaluations", value=spec, headers=headers)
         found = [answer for _, answer in answers if not isinstance(answer, Exception)]
         if not found:
             errors = [answer for _, answer in answers if isinstance(answer, ClientError)]
@@ -234,7 +234,9 @@ class FrontRoutes:
         read_query(request.args)
         found: list[dict[str, Any]] = []
         for each in evaluation_id.split(EVALUATIONS_JOINED):
-            for _, answer in await self.front.ask_all("GET", f"/v1/evaluations/{quote(each, safe='')}"):
+            for _, answer in await self.front.lookup.ask_all(
+                "GET", f"/v1/evaluations/{quote(each, safe='')}"
+            ):
                 found += [] if isinstance(answer, Exception) else [answer]
         if not found:
             raise NotFound(f"no evaluation {evaluation_id!r} is in a journal of this fleet")

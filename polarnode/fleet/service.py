@@ -54,12 +54,12 @@ class FleetRuns:
     front: Front
 
     async def latest_run(self, name: str) -> TaskRecord | None:
-        answers = await self.front.ask_all("GET", f"/v1/fleet/runs/{quote(name, safe='')}")
+        answers = await self.front.lookup.ask_all("GET", f"/v1/fleet/runs/{quote(name, safe='')}")
         found = [_record(answer) for _, answer in answers if not isinstance(answer, Exception)]
         return max(found, key=lambda each: (origin_of(each.spec.metadata).run, each.submitted), default=None)
 
     async def task(self, task_id: str) -> TaskRecord | None:
-        owner = await self.front.find(task_id)
+        owner = await self.front.lookup.find(task_id)
         if owner is None:
             return None
         return _record(await owner.link.call("GET", f"/v1/tasks/{quote(task_id, safe='')}"))
@@ -151,7 +151,7 @@ class PolarRoutes:
         """The task of Polar's id, or of ours, and the node that owns it."""
         latest = await self.tasks.service.journal.latest_run(task_name(task_id))
         name = task_id if latest is None else latest.task_id
-        owner = await self.front.find(name)
+        owner = await self.front.lookup.find(name)
         if owner is None:
             raise NotFound("Task not found")
         return name, owner
@@ -159,7 +159,7 @@ class PolarRoutes:
     async def list(self) -> Response:
         """Of all nodes, the newest first; of an id the one that changed last."""
         rows: dict[str, Any] = {}
-        for _, answer in await self.front.ask_all("GET", path_of_request()):
+        for _, answer in await self.front.lookup.ask_all("GET", path_of_request()):
             for row in [] if isinstance(answer, Exception) else answer["tasks"]:
                 if row["updated_at"] >= rows.get(row["task_id"], row)["updated_at"]:
                     rows[row["task_id"]] = row
@@ -168,12 +168,12 @@ class PolarRoutes:
         return json_response({"tasks": _json(newest[: int(limit) if limit.isdigit() else LISTED])})
 
     async def nodes(self) -> Response:
-        answers = await self.front.ask_all("GET", "/nodes")
+        answers = await self.front.lookup.ask_all("GET", "/nodes")
         return json_response(_json([row for _, each in answers if isinstance(each, list) for row in each]))
 
     async def node(self, node_id: str) -> Response:
         """The row of one node, as it answers."""
-        answers = await self.front.ask_all("GET", path_of_request())
+        answers = await self.front.lookup.ask_all("GET", path_of_request())
         for _, answer in answers:
             if isinstance(answer, dict):
                 return json_response(answer)
@@ -181,7 +181,7 @@ class PolarRoutes:
 
     async def of_all(self) -> Response:
         """What a rollout server answers for its gateways: the answers of all nodes as one."""
-        answers = await self.front.ask_all("POST", path_of_request())
+        answers = await self.front.lookup.ask_all("POST", path_of_request())
         if not answers:
             raise Busy("no node of the fleet answers", retry_after=BUSY_S)
         if not [each for _, each in answers if isinstance(each, dict)]:

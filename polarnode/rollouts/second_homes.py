@@ -37,6 +37,7 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.journal import copies
 from polarnode.journal.copies import EndedResult
 from polarnode.journal.journal import Journal
+from polarnode.rollouts.ended_copies import EndedCopies
 from polarnode.rollouts.lifecycle import Homes, new_session_id
 from polarnode.rollouts.office import Office
 from polarnode.rollouts.scheduler import Scheduler, recover
@@ -76,6 +77,7 @@ class SecondHomes(Homes):
     scheduler: Scheduler
     ask: AskPeer
     office: Office = field(factory=Office)
+    ended: EndedCopies = field(factory=EndedCopies)
     peers: Mapping[str, Peer] = field(factory=dict)
     changes: int = 0  # of what GET /v1/fleet/tasks answers
     _born: str = field(factory=new_session_id)
@@ -172,8 +174,11 @@ class SecondHomes(Homes):
             raise Conflict(f"not all of the {order.places} places of task {copy.task_id} are staged here")
         return row
 
-    async def drop(self, task_id: str, epoch: Epoch) -> CopyRow | None:
-        """Forget a copy whose epoch is not higher. Gives what is left of it."""
+    async def drop(self, task_id: str, epoch: Epoch, *, ended: bool = False) -> CopyRow | None:
+        """Forget a copy whose epoch is not higher. Gives what is left of it. `ended`: so has its task."""
+        found = await self.journal.query(copies.copy_of, task_id) if ended else None
+        if found is not None and found[0] == "second" and found[1].epoch <= epoch:
+            self.ended.add(found[1])
         self.journal.write(copies.drop_entry(task_id, epoch))
         self._change()
         row = await self.row_or_none(task_id)
@@ -566,7 +571,7 @@ class SecondHomes(Homes):
                 continue
             if task.second:
                 at = {"term": self.office.term, "epoch_term": epoch.term, "epoch_number": epoch.number}
-                path = f"{FLEET}/{quote(task_id)}?{urlencode(at)}"
+                path = f"{FLEET}/{quote(task_id)}?{urlencode({**at, 'ended': 1})}"
                 answer = await self._asked(task.second, "DELETE", path)
                 if answer is None:
                     silent.add(task.second)

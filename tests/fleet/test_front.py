@@ -23,11 +23,13 @@ from polarnode.rollouts.office import ANSWER_S
 
 @asynccontextmanager
 async def fleet(
-    nodes: list[HollowProcess], folder: Path
+    nodes: list[HollowProcess], folder: Path, *, patience_s: float = 60.0
 ) -> AsyncIterator[tuple[Front, AsyncPolarnodeClient]]:
     config = FleetConfig(nodes=tuple(node.url for node in nodes), port=0, state_dir=str(folder / "front"))
     async with serve_front(config.check()) as (front, address):
-        client = AsyncPolarnodeClient(f"http://127.0.0.1:{address.port}", patience_s=60, ack_every_s=0.0)
+        client = AsyncPolarnodeClient(
+            f"http://127.0.0.1:{address.port}", patience_s=patience_s, ack_every_s=0.0
+        )
         try:
             yield front, client
         finally:
@@ -207,6 +209,39 @@ async def test_a_front_that_hangs_is_replaced_and_follows_when_it_goes_on(tmp_pa
             assert second.in_office
         await until_first(True)
         await link.close()
+
+
+async def test_a_task_that_everybody_has_is_not_begun_anew_while_its_home_is_away(tmp_path: Path) -> None:
+    """Its copy was dropped. Sent again to a front that never saw the home, as by a client without an answer."""
+    spec = hollow_task(seconds=0.1, task_id="over")
+    async with hollow_nodes(tmp_path, 3) as nodes:
+        async with fleet(nodes, tmp_path / "one") as (front, client):
+            await until_up(front, 3)
+            before = await client.submit(spec, idempotency_key="ours")
+            await rows_known(front, "over")
+            home = home_of(front, "over", nodes)
+            assert home is not None
+            with trio.fail_after(60):
+                async for event in client.trajectories(consumer="trainer"):
+                    if event.kind == "task":
+                        await client.acknowledge("trainer", event.id)
+                        break
+            with trio.fail_after(30):
+                while any("over" in (each.rows or {}) for each in front.roster.members.values()):  # noqa: ASYNC110
+                    await trio.sleep(0.1)
+        await home.kill()
+        async with fleet(nodes, tmp_path / "two", patience_s=0.0) as (front, client):
+            with trio.fail_after(60):
+                while not (front.in_office and front.roster.settled):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            for key in ("ours", "another"):
+                with pytest.raises(ClientError, match="alone, which does not answer") as caught:
+                    await client.submit(spec, idempotency_key=key)
+                assert caught.value.status == 429
+            await home.start()
+            await until_up(front, 3)
+            again = await client.submit(spec, idempotency_key="ours")
+            assert (again.created, again.session_ids) == (False, before.session_ids)
 
 
 async def test_a_cancelled_task_stays_cancelled_when_its_node_dies(tmp_path: Path) -> None:

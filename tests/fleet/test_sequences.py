@@ -389,11 +389,14 @@ async def test_what_every_reader_has_is_dropped(tmp_path: Path) -> None:
         await a.call("POST", "/v1/trajectories/ack", {"consumer": "trainer", "seq": last})
 
         async def dropped() -> bool:
-            return await b.row("t1") is None
+            return (await row_of(b)).ended
 
         await until(dropped)
         row = await row_of(a)
         assert (row.role, row.epoch, row.finished) == ("home", Epoch(0, 0), True)  # a plain task now
+        left = await row_of(b)  # what it remembers, and lists for nobody
+        assert (left.role, left.home, left.ended) == ("former", a.journal, True)
+        assert (await b.call("GET", "/v1/fleet/tasks"))["tasks"] == []
 
 
 async def test_a_drained_node_takes_no_task(tmp_path: Path) -> None:
