@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import trio
-from attrs import define, evolve, field
+from attrs import define, evolve, field, fields
 
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.limits import address, is_loopback
@@ -28,17 +28,22 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 10.0  # for an announcement: the front only writes a line
 REPEATED_S: Final = 600.0  # between log lines of one problem: a front may be off for a night
+USUAL_NAME: Final = fields(NodeConfig).node_id.default
 EVERYWHERE: Final = ("0.0.0.0", "::")
 
 
 def joining_config(config: NodeConfig) -> NodeConfig:
     """The settings of a node that is about to serve: with a join token it listens where the front reaches it,
-    and has a certificate of its own off loopback, unless the settings name others. Raises ConfigError.
+    and has a certificate of its own off loopback and its host's name, unless the settings name others. Raises
+    ConfigError.
     """
     if config.join is None:
         return config
+    front = read_join_token(config.join).url
+    if config.node_id == USUAL_NAME:  # else all nodes of a fleet had it
+        config = evolve(config, node_id=socket.gethostname())
     if is_loopback(config.host):
-        config = evolve(config, host=reached_from(read_join_token(config.join).url))
+        config = evolve(config, host=reached_from(front))
     if config.tls_cert is None and not is_loopback(config.host):
         chain, key = self_signed(Path(config.state_dir), config.host)
         config = evolve(config, tls_cert=chain, tls_key=key)

@@ -102,7 +102,7 @@ async def test_a_rollout_servers_admin_routes_answer_for_all_nodes(fleet: tuple[
     client = PolarClient(url=url)
     found = await client.ask("POST", "/rollout/admin/policy_version", version="12")
     assert (found["all_updated"], found["policy_version"]) == (False, 12)
-    assert [each["node_id"] for each in found["nodes"]] == ["node-0", "node-1"]
+    assert sorted(each["node_id"] for each in found["nodes"]) == ["node-0", "node-1"]
     assert (await client.ask("GET", "/nodes/node-1"))["node_id"] == "node-1"
     for method, path in (("GET", "/nodes/node-9"), ("POST", "/admin/policy_version"), ("GET", "/sessions")):
         with pytest.raises(PolarRefused, match="404"):

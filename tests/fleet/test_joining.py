@@ -6,6 +6,7 @@ import stat
 from base64 import urlsafe_b64encode
 from contextlib import suppress
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
@@ -85,7 +86,8 @@ def test_a_node_takes_the_fleets_token_and_its_own_certificate(tmp_path: Path, m
     assert (config.token, "s3cret" in repr(config), TOKEN.text in repr(config)) == ("s3cret", False, False)
     ready = joining_config(config)
     assert (ready.host, ready.tls_cert) == ("10.0.0.2", str(tmp_path / "tls.crt"))
-    named = evolve(config, host="0.0.0.0", tls_cert="a", tls_key="b")
+    assert ready.node_id == gethostname()
+    named = evolve(config, host="0.0.0.0", tls_cert="a", tls_key="b", node_id="gpu-1")
     assert joining_config(named) == named
     plain = NodeConfig()
     assert joining_config(plain) is plain
