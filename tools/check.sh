@@ -22,7 +22,7 @@ if [ $# -gt 0 ]; then
   $bin/coverage run -m pytest "$@"
 else
   # Two halves side by side: most tests of the first wait for engines, containers and processes. The second's output is printed after the first's.
-  first=(tests/live tests/hostile tests/recovery tests/containers)
+  first=(tests/live tests/hostile tests/recovery tests/containers tests/fleet)
   second=$(mktemp)
   $bin/coverage run -m pytest "${first[@]/#/--ignore=}" >"$second" 2>&1 &
   pid=$!

@@ -16,8 +16,7 @@ from attrs import evolve, field, fields, frozen
 
 from polarnode.containers.egress.rules import CALLBACK_NETWORKS
 from polarnode.core import codec
-from polarnode.core.codec.labels import label_faults
-from polarnode.core.codec.limits import address, is_loopback, url_fault
+from polarnode.core.codec.limits import address, is_loopback, label_faults, url_fault
 from polarnode.core.codec.tasks import HOST
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, Refused

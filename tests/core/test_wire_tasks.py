@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.core.codec import dump_json, read_json
-from polarnode.core.codec.labels import MAX_LABELS
+from polarnode.core.codec.limits import MAX_LABELS
 from polarnode.core.codec.tasks import (
     file_bytes,
     first_broken,

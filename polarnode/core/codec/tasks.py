@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from polarnode.core.codec import limits
 from polarnode.core.codec.json import child, plain, structure, subject
-from polarnode.core.codec.labels import label_faults
-from polarnode.core.codec.limits import check_value, url_fault
+from polarnode.core.codec.limits import check_value, label_faults, url_fault
 from polarnode.core.conversation import Json, Sampling
 from polarnode.core.errors import Refused
 from polarnode.core.task import (
