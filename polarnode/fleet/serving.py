@@ -131,9 +131,7 @@ async def local_nodes(
         yield tuple(urls)
 
 
-LOCAL_ORPHAN_S: Final = (
-    5.0  # without the front that started it: a demonstration that was killed leaves nothing
-)
+LOCAL_ORPHAN_S: Final = 5.0  # that a node of this machine lives without the process that started it
 RESTART_S: Final = 1.0  # between an end of a node of this machine and its next start
 
 
