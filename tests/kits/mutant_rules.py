@@ -733,6 +733,8 @@ PARTS = (
 
 DECISIONS = "tests/fleet/test_decisions.py"
 POSITIONS = "tests/core/test_positions.py"
+OFFICE = "tests/rollouts/test_office.py"
+LOOKUP = "tests/fleet/test_lookup.py"
 
 FLEET = (
     *rules(
@@ -817,6 +819,30 @@ FLEET = (
             "load.busy is None and load.live + self.placed + more <=",
             "load.busy is None and load.live + more <=",
             (DECISIONS,),
+        ),
+    ),
+    *rules(
+        "rollouts.office",
+        (
+            "a second front takes office at once",
+            "        if not same and self.feeds.get(self.front):\n",
+            "        if False:\n",
+            (OFFICE,),
+        ),
+        (
+            "a front that answers is replaced",
+            "        self._asked, self._answered = None, now\n",
+            "        self._answered = now\n",
+            (OFFICE,),
+        ),
+    ),
+    *rules(
+        "fleet.lookup",
+        (
+            "what ended at a node that is away is begun anew",
+            "            if all(row.ended for row in found.values()):\n                self._insist_here(task_id, found.values())\n",
+            "            if all(row.ended for row in found.values()):\n",
+            (LOOKUP,),
         ),
     ),
     *rules(
