@@ -3,11 +3,8 @@ own. What a trainer imports works there, both clients talk to a node, and a comm
 """
 
 import json
-import os
 import re
-import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import distribution
@@ -19,6 +16,7 @@ import pytest
 from client_kit import Node, open_node
 from journal_samples import make_spec
 from packaging.requirements import Requirement
+from wheel_kit import link, make_environment, run_in
 
 from polarnode.cli.main import NODE_MODULES
 from polarnode.client import PolarnodeClient
@@ -47,51 +45,14 @@ OF_TRAINERS = {
 }
 
 
-def asked_for(names: list[str]) -> Iterator[str]:
-    """Distributions that these requirements bring, each installed here in a version they take."""
-    waiting, found = [Requirement(name) for name in names], set[str]()
-    while waiting:
-        requirement = waiting.pop()
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        installed = distribution(requirement.name)
-        assert requirement.specifier.contains(installed.version), (
-            f"{requirement}: {installed.version} is installed"
-        )
-        if requirement.name not in found:
-            found.add(requirement.name)
-            yield requirement.name
-            waiting += map(Requirement, installed.requires or ())
-
-
-def link(names: list[str], folder: Path) -> None:
-    """Put installed distributions, and what they need, into a folder that Python may import from."""
-    for name in asked_for(names):
-        for top in {file.parts[0] for file in distribution(name).files or ()} - {"..", "__pycache__"}:
-            place = folder / top
-            if not place.exists():
-                place.symlink_to(Path(str(distribution(name).locate_file(top))))
-
-
 class Light:
     """The environment. `more`: distributions beside it, as a trainer's environment may have them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.python = folder / "bin" / "python"
 
     def run(self, *arguments: str, more: Path | None = None) -> "subprocess.CompletedProcess[str]":
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        if more is not None:
-            environment["PYTHONPATH"] = str(more)
-        return subprocess.run(
-            [str(self.python), "-P", *arguments],
-            env=environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        return run_in(self.folder, "python", "-P", *arguments, more=more)
 
     def answer(self, *arguments: str) -> Any:
         done = self.run(str(PROGRAM), *arguments)
@@ -100,19 +61,11 @@ class Light:
 
 
 @pytest.fixture(scope="module")
-def light(tmp_path_factory: pytest.TempPathFactory) -> Light:
-    folder = tmp_path_factory.mktemp("light")
-    source = folder / "source"
-    shutil.copytree(ROOT / "polarnode", source / "polarnode", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source / name)
-    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    environment = folder / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    (packages,) = environment.glob("lib/python*/site-packages")
-    with ZipFile(next(source.glob("*.whl"))) as wheel:
-        wheel.extractall(packages)
+def light(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Light:
+    environment = tmp_path_factory.mktemp("light") / "environment"
+    packages = make_environment(environment)
+    with ZipFile(wheel) as opened:
+        opened.extractall(packages)
     (metadata,) = packages.glob("polarnode-*.dist-info/METADATA")
     link(
         [line[15:] for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist: ")],

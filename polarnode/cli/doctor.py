@@ -185,7 +185,7 @@ def examine(config: NodeConfig) -> int:
         )
     else:
         console.print(
-            f"\na node can start here; try: polarnode run {_where(config)} examples/demo/pi.toml",
+            f"\na node can start here; try: polarnode run {_where(config)} hello.toml (README: first rollout)",
             style="green",
         )
     return int(faults > 0)
@@ -235,7 +235,8 @@ def sglang(config: NodeConfig) -> Finding:
             name="sglang",
             ok=False,
             what="not installed",
-            remedy="run `make setup`, or pip install 'polarnode[gpu]' on a GPU host",
+            remedy="pip install 'polarnode[gpu]' on a GPU host. Without a GPU: `make setup` in a checkout, or"
+            " pip install 'polarnode[cpu]' and then pip install --no-deps sglang==0.5.23",
         )
     version = importlib.metadata.version("sglang")
     if importlib.util.find_spec("sgl_kernel") is not None:
@@ -421,7 +422,7 @@ def recipes(config: NodeConfig) -> Finding:
             name="runtimes",
             ok=False,
             what=str(error),
-            remedy="set POLARNODE_RUNTIMES_DIR to the runtimes/ folder of a checkout",
+            remedy="unset POLARNODE_RUNTIMES_DIR, or set it to a folder of image recipes",
         )
 
 

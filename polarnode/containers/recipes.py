@@ -33,7 +33,7 @@ from polarnode.support.concurrency import open_process_group
 @frozen(kw_only=True)
 class RuntimesSettings:
     """The settings of a node's runtimes. `state_dir` may be shared by nodes; `node_id` is on every
-    container's label. `runtimes_dir` None means the checkout's own recipes.
+    container's label. `runtimes_dir` None means polarnode's own recipes.
     """
 
     state_dir: Path
@@ -257,13 +257,17 @@ class Recipes:
 
 
 def default_runtimes_dir() -> Path:
-    """The checkout's own recipes: `runtimes/` beside the package. Raises ConfigError where there are none."""
-    folder = Path(__file__).parents[2] / "runtimes"
-    if not folder.is_dir():
-        raise ConfigError(
-            "polarnode is installed without its checkout: set runtimes_dir to a folder of image recipes"
-        )
-    return folder
+    """polarnode's own recipes: `runtimes/` inside an installed package, beside the package in a checkout.
+    Raises ConfigError where there are none.
+    """
+    package = Path(__file__).parents[1]
+    for folder in (package / "runtimes", package.parent / "runtimes"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        f"no image recipes in {package / 'runtimes'} or beside the package: install polarnode again, or set"
+        " runtimes_dir to a folder of image recipes"
+    )
 
 
 def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> Recipes:
@@ -315,7 +319,8 @@ def _read_config(path: Path) -> RecipeConfig:
 def _digest(folder: Path, below: str) -> str:
     running = hashlib.sha256(below.encode())
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != "runtime.toml":
+        # Python writes __pycache__ beside what pip installs: the same recipe in a checkout has none
+        if path.is_file() and path.name != "runtime.toml" and "__pycache__" not in path.parts:
             running.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return running.hexdigest()[:24]
 

@@ -124,7 +124,7 @@ class NodeConfig:
     podman_dir: str | None = None
     # folder where every request of a harness is written as it came, for `polarnode replay`
     record_requests: str | None = None
-    runtimes_dir: str | None = None  # image recipes; None: the checkout's own `runtimes/`
+    runtimes_dir: str | None = None  # image recipes; None: polarnode's own `runtimes/`
     node_id: str = "node-0"
     # what tasks may require of a node, such as gpu = "h100"; `model` and `node` every node has
     labels: Mapping[str, str] = field(factory=dict)

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -148,7 +149,11 @@ def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatc
     assert not slim.ok
     assert "polarnode[gpu]" in slim.remedy
     there.clear()
-    assert "make setup" in doctor.sglang(CPU).remedy
+    missing = doctor.sglang(CPU).remedy
+    assert "make setup" in missing
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (pinned,) = (line for line in project["optional-dependencies"]["gpu"] if line.startswith("sglang=="))
+    assert f"pip install --no-deps {pinned}" in missing, "the slim engine has the version of the extra `gpu`"
 
 
 async def test_a_judge_is_asked_one_word_in_its_form() -> None:

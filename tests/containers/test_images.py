@@ -12,6 +12,7 @@ import pytest
 import trio
 from podman_parts import LIFETIME_S, settings, tools
 
+from polarnode.containers import recipes as recipes_module
 from polarnode.containers.images import BELOW_LABEL, RECIPE_LABEL, Images, build_task_images, ensure_images
 from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import (
@@ -78,6 +79,30 @@ def test_a_digest_covers_all_that_makes_an_image(tmp_path: Path) -> None:
     second = _digests(read_recipes(tmp_path))
     assert second["below"] != _digests(first)["below"]
     assert second["above"] != _digests(first)["above"], "what stands on it is another too"
+
+
+def test_a_digest_leaves_out_what_python_writes_beside_an_installed_recipe(tmp_path: Path) -> None:
+    write_recipe(tmp_path, "own")
+    (tmp_path / "own" / "tool.py").write_text("")
+    first = _digests(read_recipes(tmp_path))
+    (tmp_path / "own" / "__pycache__").mkdir()
+    (tmp_path / "own" / "__pycache__" / "tool.cpython-311.pyc").write_bytes(b"x")
+    assert _digests(read_recipes(tmp_path)) == first
+
+
+def test_our_own_recipes_are_inside_an_installed_package_or_beside_that_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "polarnode"
+    monkeypatch.setattr(recipes_module, "__file__", str(package / "containers" / "recipes.py"))
+    with pytest.raises(
+        ConfigError, match=r"no image recipes in .*/polarnode/runtimes or beside .* set runtimes_dir"
+    ):
+        default_runtimes_dir()
+    (tmp_path / "runtimes").mkdir()
+    assert default_runtimes_dir() == tmp_path / "runtimes"
+    (package / "runtimes").mkdir(parents=True)
+    assert default_runtimes_dir() == package / "runtimes"
 
 
 def _digests(recipes: Recipes) -> dict[str, str]:
