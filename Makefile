@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: chaos fleet-chaos demo test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl clean
+.PHONY: chaos fleet-chaos demo test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check clean
 
 PY := .venv/bin/python
 
@@ -64,6 +64,10 @@ learn-ablations: setup
 learn-trl: setup
 	$(PY) tools/trl_environment.py
 	TRL_EXPERIMENTAL_SILENCE=1 .venv/trl/bin/python -m examples.grpo.with_trl --out out/grpo-trl --steps 7
+
+# Make the wheel from a clean clone, install it with [node] in an empty environment, run the README's first task there: some minutes, a package index.
+wheel-check:
+	@tools/wheel_check.sh
 
 clean:
 	rm -rf out .venv .mypy_cache .ruff_cache .pytest_cache .cache

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Mapping
 from email.message import Message
@@ -16,7 +17,7 @@ from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
-from wheel_kit import BUILD_S, PACKAGES, ROOT, link, make_environment, run_in
+from wheel_kit import BUILD_S, PACKAGES, ROOT, SOURCES, build, link, make_environment, run_in
 
 from polarnode.containers.recipes import default_runtimes_dir, read_recipes
 
@@ -71,6 +72,14 @@ def test_the_wheel_has_every_file_of_the_package_and_the_recipes(wheel: Path) ->
         found = {name: opened.read(name) for name in opened.namelist() if ".dist-info/" not in name}
     assert found.keys() == wanted.keys()
     assert [name for name, content in wanted.items() if found[name] != content] == []
+
+
+def test_a_source_distribution_has_all_that_a_wheel_is_made_of(wheel: Path) -> None:
+    source = build("sdist", wheel.parent)
+    with tarfile.open(source) as opened:
+        found = {name.partition("/")[2] for name in opened.getnames()}
+    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "runtimes").rglob("*") if path.is_file()}
+    assert {*SOURCES, *recipes, "polarnode/models/tiny/model.safetensors"} <= found
 
 
 def test_no_recipe_is_a_program_because_pip_keeps_no_other_mode() -> None:

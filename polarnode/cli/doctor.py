@@ -185,7 +185,7 @@ def examine(config: NodeConfig) -> int:
         )
     else:
         console.print(
-            f"\na node can start here; try: polarnode run {_where(config)} hello.toml (README: first rollout)",
+            f"\na node can start here; try: polarnode run {_where(config)} hello.toml (from the README)",
             style="green",
         )
     return int(faults > 0)

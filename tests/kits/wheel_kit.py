@@ -26,12 +26,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in SOURCES:
         shutil.copy(ROOT / name, source / name)
-    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
-    subprocess.run(
-        [sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=BUILD_S
+    return build("wheel", source)
+
+
+def build(kind: str, source: Path) -> Path:
+    """Build the `wheel` or `sdist` of a source tree, into that tree."""
+    program = f"from setuptools import build_meta; print(build_meta.build_{kind}('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_S,
     )
-    (built,) = source.glob("*.whl")
-    return built
+    return source / done.stdout.splitlines()[-1]
 
 
 def make_environment(folder: Path) -> Path:
