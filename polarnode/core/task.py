@@ -157,6 +157,7 @@ class EvaluatorSpec:
 class Budgets:
     """Seconds that a phase may take, and counts that a run may use; None means no limit.
 
+    `max_repeats`: how many equal turns in a row (`core/repeats.py`) end a run that loops.
     `retries`: how many fresh sessions may replace one that ended through a fault of the machine (its
     container, its engine, its node), never of the agent.
     """
@@ -167,6 +168,7 @@ class Budgets:
     post_s: float = 300.0
     max_turns: int | None = None
     max_tokens: int | None = None
+    max_repeats: int | None = None
     # a machine that loses the same session three times has a fault that a fourth attempt would meet too
     retries: int = 2
 

@@ -144,7 +144,7 @@ class Turn:
 # ── results ───────────────────────────────────────────────────────────────────────────────────────
 
 Status = Literal["completed", "timeout", "failed", "error", "cancelled", "interrupted"]
-Clock = Literal["init", "run", "post", "turns", "tokens"]
+Clock = Literal["init", "run", "post", "turns", "tokens", "repeats"]
 
 
 @frozen(kw_only=True)

@@ -334,7 +334,7 @@ class ModelCall:
                 return  # the client left before anything was planned
             session, samples = self.incoming.session, self.incoming.request.choices
             # No checkpoint before the plan: no other call can spend the remaining budget in between.
-            refusal = session.refusal(samples=samples)
+            refusal = session.refusal(self.incoming.request.conversation.messages, samples=samples)
             wall, undelivered = self.model.now(), self._attempt.take_over()
             event: Event | None = Requested(
                 at=trio.current_time(), wall=wall, refusal=refusal, undelivered=undelivered
@@ -519,7 +519,8 @@ class ModelCall:
                 if fault is not None:
                     session.refused(fault)
             case CountRefusal(fault):
-                session.refused(fault, samples=incoming.request.choices)
+                request = incoming.request
+                session.refused(fault, request.conversation.messages, samples=request.choices)
             case CountPrewarm(call):
                 session.counters.prewarmed += 1
                 incoming.dialect.remember(call, EMPTY_ANSWER, session.memory)

@@ -8,18 +8,19 @@ session its key is refused as ended, not as unknown. Every table here has a limi
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import getsizeof
-from typing import Final
+from typing import Final, Literal
 
 import trio
 from attrs import define, field, frozen
 
-from polarnode.core.conversation import Json, Sampling
+from polarnode.core.conversation import Json, Message, Sampling
 from polarnode.core.errors import Busy
+from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
-from polarnode.core.trajectory import Clock, Turn
+from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import UndeliveredResponse
 from polarnode.gateway.machine import SESSION_OVER
 from polarnode.merge.attach import RESUMED
@@ -204,13 +205,16 @@ def _size(value: Json) -> int:
             return getsizeof(value)
 
 
+SpentClock = Literal["turns", "tokens", "repeats"]  # the budgets that refuse a call
+
+
 @define(eq=False)
 class LiveSession:
     """One session as the model plane sees it. `key` is unguessable and supplied by the caller; `record`
     writes a turn to the journal synchronously.
 
-    `on_spent` is called once, when the first call is refused because the budget of turns or tokens is spent;
-    `spent_clock` then names that budget.
+    `on_spent` is called once, when the first call is refused because the budget of turns, tokens or repeats
+    is spent; `spent_clock` then names that budget.
     """
 
     session_id: str
@@ -227,7 +231,7 @@ class LiveSession:
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
     over: bool = field(default=False, init=False)
-    spent_clock: Clock | None = field(default=None, init=False)
+    spent_clock: SpentClock | None = field(default=None, init=False)
     # its threads that read or render long requests: one, so that another session always finds a free one
     threads: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
     # to the number of samples requested
@@ -252,27 +256,32 @@ class LiveSession:
             else max(0, self.budgets.max_tokens - self.counters.sampled_tokens)
         )
 
-    def refusal(self, *, samples: int = 1) -> Fault | None:
-        """Why a new call is refused: the session is over, a budget has no room for its samples, or too many
-        are in progress. None when it is accepted.
+    def refusal(self, messages: Sequence[Message] = (), *, samples: int = 1) -> Fault | None:
+        """Why a new call about `messages` is refused: the session is over, a budget has no room for its
+        samples, or too many are in progress. None when it is accepted.
         """
         if self.over:
             return SESSION_OVER
-        clock = self._spent(samples)
+        clock = self._spent(messages, samples)
         if clock is None:
             return None if sum(self._calls.values()) + samples <= SAMPLES else _TOO_MANY
-        limit = self.budgets.max_turns if clock == "turns" else self.budgets.max_tokens
+        budgets = self.budgets
+        limit = {
+            "turns": f"{budgets.max_turns} turns",
+            "tokens": f"{budgets.max_tokens} tokens",
+            "repeats": f"{budgets.max_repeats} equal turns in a row",
+        }[clock]
         return Fault(
             kind="budget_spent",
-            message=f"this session has spent its budget of {limit} {clock}: stop, and end with what there is",
+            message=f"this session has spent its budget of {limit}: stop, and end with what there is",
         )
 
-    def refused(self, fault: Fault, *, samples: int = 1) -> None:
-        """Count a refused call."""
+    def refused(self, fault: Fault, messages: Sequence[Message] = (), *, samples: int = 1) -> None:
+        """Count a refused call about `messages`."""
         self.counters.refusals[fault.kind] += 1
         self.tally.refused(fault)
         if fault.kind == "budget_spent" and self.spent_clock is None:
-            self.spent_clock = self._spent(samples)
+            self.spent_clock = self._spent(messages, samples)
             self.on_spent()
 
     @contextmanager
@@ -359,12 +368,23 @@ class LiveSession:
             **self.carrier.metrics(),
         }
 
-    def _spent(self, samples: int) -> Clock | None:
+    def _spent(self, messages: Sequence[Message], samples: int) -> SpentClock | None:
         """The budget without room for `samples` more. Turns that the engine failed are not charged."""
         turns = self.counters.turns - self.counters.failed + sum(self._calls.values())
         if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
             return "turns"
-        return "tokens" if self.token_room == 0 else None
+        if self.token_room == 0:
+            return "tokens"
+        return "repeats" if self._repeats(messages) else None
+
+    def _repeats(self, messages: Sequence[Message]) -> bool:
+        """Whether a conversation loops, or one did and its call was refused: then the whole run ends, not
+        only the sub-agent that looped. Turns that came with the first request are not this session's.
+        """
+        most = self.budgets.max_repeats
+        if most is None or self.counters.turns - self.counters.failed < most:
+            return False
+        return self.spent_clock == "repeats" or equal_turns(messages, most) >= most
 
 
 @frozen(kw_only=True)

@@ -55,8 +55,9 @@ log = logging.getLogger(__name__)
 
 REWARD: Final = "polarnode"  # the name of the node's reward among a trace's
 FINISHES: Final = frozenset({"stop", "length", "tool_calls"})  # verifiers knows no others
-# what verifiers calls a run that spent its turns or tokens; it logs these as truncated
-TRUNCATED: Final = {"turns": "max_turns", "tokens": "max_total_tokens"}
+# what verifiers calls a run that spent its turns or tokens; it logs these as truncated, and only the names it
+# knows: it has none for turns that repeat
+TRUNCATED: Final = {"turns": "max_turns", "repeats": "max_turns", "tokens": "max_total_tokens"}
 # of a sampling configuration in verifiers, what a node takes; its extras are vLLM's
 SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty")
 

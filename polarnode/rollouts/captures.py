@@ -26,6 +26,7 @@ from polarnode.journal.journal import Journal
 from polarnode.merge.builders import build
 from polarnode.merge.trajectory import Identity, Result, assemble
 from polarnode.rollouts.admission import check_capture
+from polarnode.rollouts.evaluation import spent_reason
 from polarnode.rollouts.lifecycle import (
     SESSION_ID_BYTES,
     CancelCause,
@@ -187,7 +188,7 @@ def _outcome(capture: Capture) -> Outcome:
             status="timeout",
             clock=spent,
             exit_code=end_spec.exit_code,
-            reason=end_spec.reason or "its budget is spent",
+            reason=end_spec.reason or spent_reason(spent, capture.task.budgets),
         )
     return Outcome(status=end_spec.status, exit_code=end_spec.exit_code, reason=end_spec.reason)
 

@@ -24,6 +24,7 @@ from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EngineError, EvaluatorError, PolarnodeError, Refused, RuntimeFault
 from polarnode.core.ports import RowScores, Runtime, ScoreOrder, TimedEnd, TimedProgram, Work
+from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Clock, Outcome, Trajectory, Turn, Verdict
 from polarnode.engine.scoring import Scoring, score_all
 from polarnode.evaluators.contract import Finished, Kept
@@ -87,7 +88,7 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
             status="timeout",
             clock=ending.spent_clock,
             exit_code=exit_code,
-            reason="its budget is spent",
+            reason=spent_reason(ending.spent_clock, order.spec.budgets),
             log_tail=ending.log_tail,
         )
     if exit_code is None:
@@ -96,6 +97,14 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
     judged = exit_outcome(order.harness, exit_code, ending.turns)
     log_tail = None if judged == Outcome(status="completed", exit_code=0) else ending.log_tail
     return evolve(_short_of_memory(judged, order, ending.oom_kills), log_tail=log_tail)
+
+
+def spent_reason(clock: Clock, budgets: Budgets) -> str:
+    """Why a run ended that a budget refused a call."""
+    if clock != "repeats":
+        return "its budget is spent"
+    most = budgets.max_repeats
+    return f"it looped: {most} turns in a row did the same and got the same, or met the same error"
 
 
 def fault_outcome(error: PolarnodeError) -> Outcome:

@@ -65,7 +65,7 @@ RETRY_S = 10.0  # a session of an evaluation takes seconds
 # between two looks for kept workspaces that the journal has forgotten the sessions of: retention is in hours
 SWEEP_S = 3600.0
 UNKNOWN = "it is not in this node's journal: it never was, or retention has pruned it"
-SPENT = ("run", "turns", "tokens")  # clocks of a run
+SPENT = ("run", "turns", "tokens", "repeats")  # clocks of a run
 
 Pending = tuple[EvaluationStatus, str]
 Queue = tuple[trio.MemorySendChannel[Pending], trio.MemoryReceiveChannel[Pending]]

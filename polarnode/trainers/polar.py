@@ -291,12 +291,14 @@ def completion_id(turn: Turn) -> str:
 
 # metadata that bridges set on a task and read in its results
 SCHEDULING = ("group_id", "policy_version", "rollout_step")
-# the reason in forks of Polar where the budget of calls ended a session, which bridges then train
+# the reason in forks of Polar where a budget of calls ended a session, which bridges then train: of all
+# calls, or of equal ones in a row, for which Polar has no word
 MAX_STEPS = "max_steps"
+STEP_CLOCKS: Final[frozenset[Clock]] = frozenset(("turns", "repeats"))
 
-# The budgets of a run: its seconds, its calls, its tokens. The session has other clocks for its container and
-# for its evaluation, which are not the agent's.
-AGENT_CLOCKS: Final[frozenset[Clock]] = frozenset(("run", "turns", "tokens"))
+# The budgets of a run: its seconds, its calls, its tokens, its repeats. The session has other clocks for its
+# container and for its evaluation, which are not the agent's.
+AGENT_CLOCKS: Final[frozenset[Clock]] = frozenset(("run", "turns", "tokens", "repeats"))
 AGENT_TIMEOUT: Final = "agent_timeout"
 
 
@@ -448,7 +450,7 @@ def _timing_json(timing: Timing) -> dict[str, Json]:
 
 
 def _reason(outcome: Outcome) -> dict[str, Json]:
-    return {"termination_reason": MAX_STEPS} if outcome.clock == "turns" else {}
+    return {"termination_reason": MAX_STEPS} if outcome.clock in STEP_CLOCKS else {}
 
 
 def _ours(trajectory: Trajectory, origin: Origin) -> dict[str, Json]:

@@ -211,6 +211,7 @@ def test_anything_can_be_written() -> None:
         ("budgets.post_s", 1e10),
         ("budgets.max_turns", 2**40),
         ("budgets.max_tokens", 2**62),
+        ("budgets.max_repeats", 2**40),
         ("budgets.retries", 2**31),
         ("group.max_staleness", 2**40),
         ("sampling.max_tokens", 2**40),

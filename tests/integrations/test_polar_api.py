@@ -337,10 +337,11 @@ async def test_every_status_has_polars_word_and_its_rows(
     assert {each.error for each in found.results} == {None if status == "completed" else "because"}
 
 
-async def test_a_budget_of_calls_is_told_as_forks_of_polar_tell_it(parts: Parts) -> None:
+@pytest.mark.parametrize("clock", ["turns", "repeats"])
+async def test_a_budget_of_calls_is_told_as_forks_of_polar_tell_it(parts: Parts, clock: Any) -> None:
     await parts.client.submit({**REQUEST, "max_steps": 5})
     assert (await parts.task("calc-7")).budgets.max_turns == 5
-    await parts.over("calc-7", outcome=Outcome(status="timeout", clock="turns", reason="its budget is spent"))
+    await parts.over("calc-7", outcome=Outcome(status="timeout", clock=clock, reason="its budget is spent"))
     result = (await parts.client.status("calc-7")).results[0]
     assert (result.status, result.metadata["termination_reason"]) == ("TIMEOUT", "max_steps")
 

@@ -22,7 +22,7 @@ TASKS: tuple[dict[str, Any], ...] = (
         },
         "builder": {"name": "prefix_merging"},
         "evaluator": {"parts": [{"name": "session_completed", "weight": 1.0}]},
-        "budgets": {"init_s": 60, "run_s": 60.5, "post_s": 60, "max_turns": 5, "max_tokens": 1000, "retries": 1},
+        "budgets": {"init_s": 60, "run_s": 60.5, "post_s": 60, "max_turns": 5, "max_tokens": 1000, "max_repeats": 4, "retries": 1},
         "sampling": {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_tokens": 10, "stop": ["x"], "seed": 1},
         "carry": {"top_logprobs": 2},
         "group": {"early_stop_min": 2, "min_usable": 1, "max_staleness": 3},

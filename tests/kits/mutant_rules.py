@@ -38,6 +38,8 @@ SLICES = "tests/merge/test_merge_slices.py"
 CARRIED = "tests/merge/test_merge_carried.py"
 THOUGHTS = "tests/merge/test_merge_thoughts.py"
 BY_TOKENS = "tests/merge/test_merge_by_tokens.py"
+REPEATS = "tests/core/test_repeats.py"
+LOOPS = "tests/gateway/test_model_plane_repeats.py"
 
 
 def rules(module: str, *broken: tuple[str, str, str, tuple[str, ...]]) -> tuple[Mutant, ...]:
@@ -856,6 +858,56 @@ FLEET = (
     ),
 )
 
+REPEATED = rules(
+    "core.repeats",
+    (
+        "other arguments are the same call",
+        "one.arguments == other.arguments or _sorted(one) == _sorted(other)",
+        "True",
+        (REPEATS,),
+    ),
+    (
+        "a changed result is a repeat",
+        "        and all(map(_same, one.results, other.results))\n",
+        "",
+        (REPEATS,),
+    ),
+    ("what a user wrote does not count", "        and _same(one.beside, other.beside)\n", "", (REPEATS,)),
+    ("any result is an error", "    ends = ends.lower()\n", "    return True\n", (REPEATS,)),
+    (
+        "no result is an error",
+        "    if len(result) > LONGEST_ERROR:\n",
+        "    if result:\n",
+        (REPEATS,),
+    ),
+    (
+        "the same error counts for the same call alone",
+        "(_alike(turn, last) or (errors and _errors(turn) == errors))",
+        "_alike(turn, last)",
+        (REPEATS,),
+    ),
+) + rules(
+    "gateway.live_sessions",
+    (
+        "a loop is seen and no call refused",
+        'return "repeats" if self._repeats(messages) else None',
+        "return None",
+        (LOOPS,),
+    ),
+    (
+        "a loop ends its own conversation alone",
+        'self.spent_clock == "repeats" or equal_turns',
+        "equal_turns",
+        (LOOPS,),
+    ),
+    (
+        "a foreign history is this session's",
+        "if most is None or self.counters.turns - self.counters.failed < most:",
+        "if most is None:",
+        (LOOPS,),
+    ),
+)
+
 MUTANTS = (
     *PATHS,
     *REFS,
@@ -869,4 +921,5 @@ MUTANTS = (
     *CHECKING,
     *PARTS,
     *FLEET,
+    *REPEATED,
 )

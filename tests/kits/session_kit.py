@@ -312,9 +312,9 @@ async def ask(live: LiveSession, history: list[Message], *, takes: float) -> Tur
     """One model call as the model plane makes it: refused, or recorded however it ends. None when refused or
     cut by the session's end.
     """
-    fault = live.refusal()
+    fault = live.refusal(history)
     if fault is not None:
-        live.refused(fault)
+        live.refused(fault, history)
         return None
     toy = toys.Session(live.session_id)
     toy.lineages, toy.samples = live.lineages, len(live.lineages.turns)

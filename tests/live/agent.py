@@ -19,6 +19,7 @@ DEFAULTS = {
     "stream": True,
     "api": "openai",  # or "anthropic"
     "max_tokens": 16,
+    "reply": None,  # to every answer; None: another each turn
     "exit": 0,
     "sleep": 0,  # seconds after the last turn
     # a number: two `sleep NUMBER` are left behind, one in a session of its own and deaf to TERM
@@ -44,7 +45,7 @@ def main() -> int:
             tell(f"turn {turn} {len(text)} characters")
             messages += [
                 {"role": "assistant", "content": text},
-                {"role": "user", "content": f"Go on, step {turn}."},
+                {"role": "user", "content": given["reply"] or f"Go on, step {turn}."},
             ]
             turn += 1
     except Refused as refused:

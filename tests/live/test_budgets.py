@@ -74,6 +74,20 @@ def test_a_budget_of_tokens_refuses_the_next_call(node: ServingNode) -> None:
     assert sum(len(turn.sampled) for turn in trajectory.turns) == 20
 
 
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+def test_an_agent_that_meets_the_same_error_in_every_turn_is_ended_with_what_it_has(
+    node: ServingNode, api: str
+) -> None:
+    looping = node.agent(turns=None, api=api, reply="Error: no tool was called.", budgets={"max_repeats": 3})
+    working = node.agent(turns=5, api=api, budgets={"max_repeats": 3})
+    trajectory = held(node.finished(looping))
+    assert (trajectory.outcome.status, trajectory.outcome.clock) == ("timeout", "repeats")
+    assert (trajectory.outcome.boundary, trajectory.attempt) == (None, 0)
+    assert len([turn for turn in trajectory.turns if turn.state == "complete"]) == 3
+    assert trajectory.metrics["refusals"] == {"budget_spent": 1}
+    assert held(node.finished(working)).outcome.status == "completed"
+
+
 def test_a_harness_that_fails_says_so_in_its_own_words(node: ServingNode) -> None:
     trajectory = held(node.finished(node.agent(turns=2, exit=3, say="last-words-of-a-failure")))
     assert (trajectory.outcome.status, trajectory.outcome.exit_code) == ("failed", 3)

@@ -387,6 +387,28 @@ async def test_a_budget_that_was_asked_beyond_is_told_whatever_its_caller_says(
     )
 
 
+async def test_a_caller_whose_agent_loops_is_refused_and_its_capture_says_so(desk: Desk) -> None:
+    opened = await desk.open(budgets={"max_repeats": 2})
+    history: list[Any] = [{"role": "user", "content": "hi"}]
+
+    def ask(number: int) -> int:
+        history.extend(
+            [{"role": "assistant", "content": str(number)}, {"role": "user", "content": "Error: no call"}]
+        )
+        return httpx.post(
+            f"{opened['base_urls']['openai']}/chat/completions",
+            headers={"Authorization": f"Bearer {opened['key']}"},
+            json={"model": "m", "messages": history},
+            timeout=60,
+        ).status_code
+
+    assert [await in_thread(ask, number) for number in range(3)] == [200, 200, 400]
+    ended = await desk.end(opened["session_id"], reward=1)
+    assert (ended["outcome"]["status"], ended["outcome"]["clock"]) == ("timeout", "repeats")
+    assert ended["outcome"]["reason"].startswith("it looped: 2 turns in a row")
+    assert (ended["reward"], ended["turns"]) == (1, 2)
+
+
 # ── beginning ─────────────────────────────────────────────────────────────────
 
 

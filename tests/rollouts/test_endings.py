@@ -42,6 +42,7 @@ def order() -> SessionOrder:
         ({"ended": 3, "log_tail": "x"}, Outcome(status="failed", exit_code=3, log_tail="x")),
         ({"ended": None}, Outcome(status="timeout", clock="run")),
         ({"ended": 1, "spent_clock": "turns"}, Outcome(status="timeout", clock="turns", exit_code=1)),
+        ({"ended": 0, "spent_clock": "repeats"}, Outcome(status="timeout", clock="repeats", exit_code=0)),
         ({"ended": 1, "cancelled": True, "because": "wrote"}, Outcome(status="cancelled", exit_code=1)),
         ({"ended": DIED}, Outcome(status="error", boundary="runtime")),
         ({"ended": 137, "because": "wrote more than its disk_mb"}, Outcome(status="failed", exit_code=137)),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import session_kit as kit
 import trio
+from attrs import evolve
 from fakes_runtime import Call
 from session_kit import agent, town
 from trio.abc import Clock
@@ -155,16 +156,36 @@ async def test_waiting_for_a_place_costs_no_init_budget(autojump_clock: Clock, t
     assert [each.outcome.status for each in place.published] == ["completed"] * 4
 
 
-@pytest.mark.parametrize(("budget", "clock"), [({"max_turns": 3}, "turns"), ({"max_tokens": 7}, "tokens")])
+@pytest.mark.parametrize(
+    ("budget", "clock"),
+    [({"max_turns": 3}, "turns"), ({"max_tokens": 7}, "tokens"), ({"max_repeats": 3}, "repeats")],
+)
 async def test_a_spent_budget_ends_a_harness_that_does_not_end_for_it(
     autojump_clock: Clock, tmp_path: Path, budget: dict[str, int], clock: str
 ) -> None:
     async with town(tmp_path, {"agent": agent(turns=1000, each=2.0, endless=True)}) as place:
         found = await place.one(budgets=budget, evaluator="COUNTS")
     assert (found.outcome.status, found.outcome.clock, found.outcome.exit_code) == ("timeout", clock, None)
-    assert found.reward == len(found.turns) == 3 if clock == "turns" else 2
+    assert found.reward == len(found.turns) == (2 if clock == "tokens" else 3)
+    assert (found.outcome.reason == "its budget is spent") is (clock != "repeats")
     assert found.timing.run_s == pytest.approx(2.0 * len(found.turns) + session_module.SPENT_GRACE)
     assert found.metrics["refusals"] == {"budget_spent": 1}
+
+
+async def test_a_rollout_that_loops_says_so_and_is_not_tried_again(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    async with town(tmp_path, {"agent": agent(turns=9, each=2.0, ends=3)}) as place:
+        found = await place.one(budgets={"max_repeats": 4, "retries": 2}, evaluator="COUNTS")
+        assert len(place.published) == 1
+    assert evolve(found.outcome, log_tail=None) == Outcome(
+        status="timeout",
+        clock="repeats",
+        exit_code=3,
+        reason="it looped: 4 turns in a row did the same and got the same, or met the same error",
+    )
+    assert (found.reward, len(found.turns), len(found.traces)) == (4.0, 4, 1)
+    assert found.metrics["trainable_tokens"]
 
 
 async def test_a_harness_that_ends_for_its_spent_budget_is_not_waited_for(

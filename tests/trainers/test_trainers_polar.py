@@ -124,7 +124,7 @@ def test_one_that_is_not_kept_says_so() -> None:
 # ── time ──────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("clock", ["run", "turns", "tokens"])
+@pytest.mark.parametrize("clock", ["run", "turns", "tokens", "repeats"])
 def test_an_agent_out_of_its_own_budget_stays_trainable_in_the_bridge(clock: Any) -> None:
     late = evolve(one_row(), outcome=Outcome(status="timeout", clock=clock, reason="late"), reward=0.5)
     late = evolve(late, traces=tuple(evolve(trace, reward=0.5) for trace in late.traces))

@@ -46,6 +46,8 @@ class Rule(NamedTuple):
 
 # a GRPO group is 8-64, a pass@k study a thousand; more is a mistyped number that would fill the queue
 MAX_SAMPLES = 4096
+# equal turns in a row: one is no repeat; each is compared again at every call, and a thousand take 4 ms
+REPEATS = (2, 1_000)
 MAX_RETRIES = 10  # more would hide a broken machine for hours
 MAX_PARTS = 32  # evaluators of one session: they run one after another in one post budget
 MAX_EVALUATED = 10_000  # sessions of one evaluation: a night's work, and a megabyte of ids
@@ -371,12 +373,13 @@ def _budget_rules(budgets: Budgets) -> Iterator[Rule]:
             f"$.budgets.{name}",
             f"must be more than 0 seconds and at most {limits.SECONDS:.0f} (30 days), not {seconds}",
         )
-    for name, count in (("max_turns", budgets.max_turns), ("max_tokens", budgets.max_tokens)):
-        yield Rule(
-            count is None or 1 <= count <= limits.COUNT,
-            f"$.budgets.{name}",
-            f"must be 1 to {limits.COUNT}, not {count}",
-        )
+    for name, count, least, most in (
+        ("max_turns", budgets.max_turns, 1, limits.COUNT),
+        ("max_tokens", budgets.max_tokens, 1, limits.COUNT),
+        ("max_repeats", budgets.max_repeats, *REPEATS),
+    ):
+        right = count is None or least <= count <= most
+        yield Rule(right, f"$.budgets.{name}", f"must be {least} to {most}, not {count}")
     yield Rule(
         0 <= budgets.retries <= MAX_RETRIES,
         "$.budgets.retries",
