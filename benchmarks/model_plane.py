@@ -1,12 +1,16 @@
 """Measure what a model call costs the node, in each API, plain and streamed, with 1 to 1,000 agents.
 
     python benchmarks/model_plane.py [cost] [paced] [--api NAME ...] [--agents N ...] [--turns N] [--group N]
-    [--profile]
+    [--profile] [--against PATH] [--rounds N]
 
 The load is that of the published measurements of other systems: sessions of 29 turns, requests growing from
 13.5 to 127 KB, a tool call in every turn, 256 sampled tokens a turn. The node has one core, the load and the
 (simulated) engine another. Trust CPU time per request if others use the machine too. `cost`: the engine
-answers at once. `paced`: the engine takes its time, and latency is what the client waited beyond that.
+answers at once. `paced`: the engine takes its time, and latency is what the client waited beyond that; the row
+`direct` before each is that of the same client and engine without the node.
+
+`--against PATH`: the node of another checkout (a git worktree) beside this one, in turn, for `cost`. What the
+tokenizer takes is the same library's in both, so the figures are given with and without it.
 """
 
 import asyncio
@@ -22,13 +26,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from attrs import define, frozen
 from plane_agents import TURNS, Agent, Head, Played, Text
 from plane_apis import APIS
+from plane_direct import open_direct, play_direct
 
 GATEWAY = Path(__file__).with_name("plane_gateway.py")
+HERE = Path(__file__).parents[1]
 AT_ONCE = {
     "tokens_per_s": 0,
     "first_token_s": 0,
@@ -47,6 +54,8 @@ class Gateway:
 
     ports: list[int]
     pid: int
+    engine: dict[str, Any]  # the arguments of its simulated engine
+    stop_ids: list[int]
     _process: "asyncio.subprocess.Process"
 
     async def figures(self) -> dict[str, Any]:
@@ -57,9 +66,16 @@ class Gateway:
 
 @asynccontextmanager
 async def open_gateway(
-    simulation: dict[str, Any], *, doors: int, sessions: int, captures: dict[str, str] | None = None
+    simulation: dict[str, Any],
+    *,
+    doors: int,
+    sessions: int,
+    captures: dict[str, str] | None = None,
+    code: Path = HERE,
 ) -> AsyncIterator[Gateway]:
-    """With the files of a certificate, `captures`, its doors are a captures' endpoint for other machines."""
+    """With the files of a certificate, `captures`, its doors are a captures' endpoint for other machines.
+    `code` is the checkout whose node it is.
+    """
     node, beside = cores()
     settings = {
         "simulation": simulation,
@@ -76,7 +92,7 @@ async def open_gateway(
         json.dumps(settings),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(code)},
     )
     try:
         yield Gateway(**await _line(process), process=process)
@@ -115,10 +131,19 @@ class Load:
     def spent(self, name: str) -> float:
         return float(self.after[name] - self.before[name])
 
+    def ms(self, name: str) -> float:
+        """What a request took of one of the gateway's seconds."""
+        return self.spent(name) / len(self.played) * 1e3
+
     @property
     def cpu_ms(self) -> float:
         """A request."""
-        return self.spent("cpu_s") / len(self.played) * 1e3
+        return self.ms("cpu_s")
+
+    @property
+    def own_ms(self) -> float:
+        """A request, without the tokenizer's."""
+        return self.ms("cpu_s") - self.ms("encoding_s")
 
 
 async def play(
@@ -165,10 +190,10 @@ async def cost(apis: Sequence[str], *, agents: int, turns: int, chunks: Sequence
     """CPU a request, a token and a chunk, with an engine that is no part of it."""
     print(f"\n{agents} agents at once, sessions of {turns} turns, the engine answers at once\n")
     print(
-        "| API | tokens a chunk | CPU ms/request | of it in the loop | requests/s of one core | us/sampled"
-        " token | gc | lag p50 / p99 / max ms | extended | B/token kept (RSS) | B/token disk |"
+        "| API | tokens a chunk | CPU ms/request | of it in the loop | tokenizer | journal writer | requests/s"
+        " of one core | us/sampled token | gc | lag p50 / p99 / max ms | extended | B/token kept (RSS) | B/token disk |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     for api in apis:
         for stream, chunk in [(False, 16), *((True, each) for each in chunks)]:
             async with open_gateway(
@@ -189,7 +214,9 @@ def row(name: str, chunk: int, load: Load) -> str:
         name,
         chunk,
         f"{load.cpu_ms:.2f}",
-        f"{load.spent('loop_s') / len(load.played) * 1e3:.2f}",
+        f"{load.ms('loop_s'):.2f}",
+        f"{load.ms('encoding_s'):.2f}",
+        f"{load.ms('writer_s'):.2f}",
         f"{1e3 / load.cpu_ms:.0f}",
         f"{load.spent('cpu_s') / tokens * 1e6:.1f}",
         f"{load.spent('gc_s') / load.spent('cpu_s'):.0%}",
@@ -202,22 +229,79 @@ def row(name: str, chunk: int, load: Load) -> str:
     )
 
 
+async def compare(
+    apis: Sequence[str], *, agents: int, turns: int, chunks: Sequence[int], other: Path, rounds: int
+) -> None:
+    """The cost of a request in two checkouts, each with a node of its own, one load after the other in turn.
+    The figures are the medians of the rounds.
+    """
+    print(f"\n{agents} agents at once, sessions of {turns} turns, {rounds} rounds in turn; before: {other}\n")
+    print(
+        "| API | tokens a chunk | CPU ms/request before | after | ratio | without the tokenizer before | after"
+        " | ratio | in the loop before | after | B/token kept before | after | disk before | after |"
+    )
+    print(f"|{'---|' * 14}")
+    for api in apis:
+        for stream, chunk in [(False, 16), *((True, each) for each in chunks)]:
+            engine = {**AT_ONCE, "chunk_tokens": chunk}
+            sessions = (rounds + 1) * agents
+            loads: tuple[list[Load], list[Load]] = ([], [])
+            async with (
+                open_gateway(engine, doors=agents, sessions=sessions, code=other) as before,
+                open_gateway(engine, doors=agents, sessions=sessions) as after,
+            ):
+                for played in range(rounds + 1):
+                    for gateway, found in zip((before, after), loads, strict=True):
+                        load = await play(
+                            gateway,
+                            api,
+                            agents=agents,
+                            turns=turns if played else 2,  # the first calls import and compile
+                            stream=stream,
+                            first=played * agents,
+                        )
+                        found += [load] if played else []
+            print(compared_row(f"{api}{', streamed' if stream else ''}", chunk, loads), flush=True)
+
+
+def compared_row(name: str, chunk: int, loads: tuple[list[Load], list[Load]]) -> str:
+    cells = [name, str(chunk)]
+    for figure in (lambda load: load.cpu_ms, lambda load: load.own_ms):
+        before, after = (median(map(figure, some)) for some in loads)
+        cells += [f"{before:.2f}", f"{after:.2f}", f"{after / before:.2f}"]
+    cells += [f"{median(load.ms('loop_s') for load in some):.2f}" for some in loads]
+    for figure_name in ("kept", "disk"):
+        cells += [
+            f"{median(each.spent(figure_name) / each.spent('sampled') for each in some):.0f}"
+            for some in loads
+        ]
+    return f"| {' | '.join(cells)} |"
+
+
 async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int, group: int) -> None:
     """What a client waits beyond the engine's own time, from the second turn of a session on: the first
     renders everything.
     """
     print(f"\nan engine that takes its time; {turns} turns of each agent, {group} of them with one head\n")
     print(
-        "| API | agents | engine s | added p50 / p99 ms | first turn p50 / p99 ms | wall s (ideal) | core in"
-        " use | us/token | lag p50 / p99 / max ms |"
+        "| API | agents | engine s | added p50 / p99 ms | beyond direct | first turn p50 / p99 ms | wall s (ideal)"
+        " | core in use | us/token | lag p50 / p99 / max ms |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"|{'---|' * 10}")
     for api in apis:
         for stream in (False, True):
             for count in agents:
                 generation = GENERATION_S.get(count, 1.0)
                 engine = {**AT_ONCE, "tokens_per_s": 255 / generation}
+                ramp = min(RAMP_S, generation)
                 async with open_gateway(engine, doors=count, sessions=count + 1) as gateway:
+                    stop_ids = tuple(gateway.stop_ids)
+                    async with open_direct(gateway.engine) as bare:
+                        await play_direct(bare, agents=1, turns=2, stop_ids=stop_ids, ramp_s=0.0)
+                        direct = await play_direct(
+                            bare, agents=count, turns=turns, stop_ids=stop_ids, ramp_s=ramp
+                        )
+                    print(direct_row(count, generation, direct), flush=True)
                     await play(gateway, api, agents=1, turns=2, stream=stream, first=count)
                     load = await play(
                         gateway,
@@ -226,21 +310,28 @@ async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int, group
                         turns=turns,
                         stream=stream,
                         group=group,
-                        ramp_s=min(RAMP_S, generation),
+                        ramp_s=ramp,
                     )
-                print(
-                    paced_row(f"{api}{', streamed' if stream else ''}", count, generation, turns, load),
-                    flush=True,
-                )
+                name = f"{api}{', streamed' if stream else ''}"
+                print(paced_row(name, count, generation, turns, load, direct), flush=True)
 
 
-def paced_row(name: str, count: int, generation: float, turns: int, load: Load) -> str:
-    added = {
-        later: sorted(
-            (each.last - each.sent - generation) * 1e3 for each in load.played if (each.turn > 0) is later
-        )
-        for later in (True, False)
-    }
+def added_ms(played: Sequence[Played], generation: float, *, later: bool) -> list[float]:
+    """What each request took beyond the engine's own time, in order: of sessions' first turns, or `later`."""
+    return sorted((each.last - each.sent - generation) * 1e3 for each in played if (each.turn > 0) is later)
+
+
+def direct_row(count: int, generation: float, direct: Sequence[Played]) -> str:
+    added = {later: added_ms(direct, generation, later=later) for later in (True, False)}
+    cells = ("direct", count, generation, middle(added[True]), "–", middle(added[False]))
+    return f"| {' | '.join(map(str, cells))} | – | – | – | – |"
+
+
+def paced_row(
+    name: str, count: int, generation: float, turns: int, load: Load, direct: Sequence[Played]
+) -> str:
+    added = {later: added_ms(load.played, generation, later=later) for later in (True, False)}
+    bare = added_ms(direct, generation, later=True)
     ideal = generation * turns + min(RAMP_S, generation) * (count - 1) / count
     after = load.after
     lag = f"{after['lag_p50_ms']:.1f} / {after['lag_p99_ms']:.0f} / {after['lag_max_ms']:.0f}"
@@ -249,6 +340,7 @@ def paced_row(name: str, count: int, generation: float, turns: int, load: Load) 
         count,
         generation,
         middle(added[True]),
+        beyond(added[True], bare),
         middle(added[False]),
         f"{load.wall_s:.1f} ({ideal:.1f})",
         f"{load.spent('cpu_s') / load.wall_s:.0%}",
@@ -258,7 +350,19 @@ def paced_row(name: str, count: int, generation: float, turns: int, load: Load) 
 
 
 def middle(ordered: Sequence[float]) -> str:
-    return f"{ordered[len(ordered) // 2]:.1f} / {ordered[int(len(ordered) * 0.99)]:.0f}" if ordered else "–"
+    return f"{quantile(ordered, 0.5):.1f} / {quantile(ordered, 0.99):.0f}" if ordered else "–"
+
+
+def beyond(ordered: Sequence[float], direct: Sequence[float]) -> str:
+    """The node's own share: each quantile less the same one of the engine without it."""
+    if not ordered:
+        return "–"
+    own = [quantile(ordered, part) - quantile(direct, part) for part in (0.5, 0.99)]
+    return f"{own[0]:.1f} / {own[1]:.1f}"
+
+
+def quantile(ordered: Sequence[float], part: float) -> float:
+    return ordered[int(len(ordered) * part)]
 
 
 @asynccontextmanager
@@ -316,6 +420,10 @@ def options() -> Namespace:
     parser.add_argument(
         "--chunks", nargs="*", type=int, default=[16, 1], help="tokens a streamed chunk, for cost"
     )
+    parser.add_argument(
+        "--against", type=Path, help="another checkout of this repository, for cost: before and after in turn"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of each checkout, with --against [default: 3]")
     parser.add_argument("--profile", action="store_true", help="py-spy beside each load of cost")
     return parser.parse_args()
 
@@ -324,10 +432,14 @@ async def main() -> None:
     asked = options()
     parts = asked.parts or ["cost", "paced"]
     if "cost" in parts:
-        agents = asked.agents[0] if asked.agents else 32
-        await cost(
-            asked.api, agents=agents, turns=asked.turns or TURNS, chunks=asked.chunks, profile=asked.profile
-        )
+        agents, turns = asked.agents[0] if asked.agents else 32, asked.turns or TURNS
+        if asked.against is None:
+            await cost(asked.api, agents=agents, turns=turns, chunks=asked.chunks, profile=asked.profile)
+        else:
+            other = asked.against.resolve()
+            await compare(
+                asked.api, agents=agents, turns=turns, chunks=asked.chunks, other=other, rounds=asked.rounds
+            )
     if "paced" in parts:
         await paced(
             asked.api, agents=asked.agents or list(GENERATION_S), turns=asked.turns or 3, group=asked.group

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -25,7 +26,7 @@ from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn
 from polarnode.engine.engines import open_engines
 from polarnode.engine.protocol import Marks, Simulation
-from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.engine.settings import EngineSettings, Simulated, engine_arguments
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
@@ -35,6 +36,7 @@ from polarnode.merge.lineage import Lineages
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.opening import rare_collections
 from polarnode.tokens.template import LoadedModel, load_model
+from polarnode.tokens.tokenizer import LoadedTokenizer
 
 TICK = 0.01  # seconds between looks at the loop: what a step holds it beyond that is its lag
 
@@ -49,6 +51,7 @@ class Figures:
     extended: int = 0
     sampled: int = 0
     collecting_s: float = 0.0
+    encoding_s: float = 0.0  # CPU time of the tokenizer
 
     def record(self, turn: Turn) -> None:
         self.turns += 1
@@ -68,6 +71,19 @@ class Figures:
 
         gc.callbacks.append(note)
 
+    def watch_tokenizer(self) -> None:
+        """The CPU time of encoding text, which no node can save: it is the same library's in every system."""
+        encode = LoadedTokenizer.encode_plain
+
+        def timed(tokenizer: LoadedTokenizer, text: str) -> list[int]:
+            began = time.thread_time()
+            try:
+                return encode(tokenizer, text)
+            finally:
+                self.encoding_s += time.thread_time() - began
+
+        LoadedTokenizer.encode_plain = timed  # type: ignore[method-assign]
+
     async def watch_lag(self) -> None:
         """How late this task is each time, in seconds."""
         while True:
@@ -84,6 +100,8 @@ class Figures:
             "cpu_s": time.process_time(),
             "loop_s": time.thread_time(),
             "gc_s": self.collecting_s,
+            "encoding_s": self.encoding_s,
+            "writer_s": thread_s("journal writer"),
             "rss": resident(),
         }
         gc.collect()
@@ -104,6 +122,12 @@ class Figures:
 def resident() -> int:
     """Bytes of memory this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def thread_s(name: str) -> float:
+    """CPU seconds of this process's threads of a name."""
+    tasks = [thread.native_id for thread in threading.enumerate() if thread.name == name]
+    return sum(int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 async def main(settings: dict[str, Any]) -> None:
@@ -127,13 +151,20 @@ async def main(settings: dict[str, Any]) -> None:
             # beside the load: what is measured is the node's own core
             os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, settings["beside"])
             async with doors(plane, settings["doors"], settings["captures"]) as ports:
+                opened = {
+                    "ports": ports,
+                    "pid": os.getpid(),
+                    "engine": engine_arguments(engine, nccl_port=0),
+                    "stop_ids": model.template.stop_ids,
+                }
                 with rare_collections():
-                    await answer(figures, {"ports": ports, "pid": os.getpid()}, folder / "journal")
+                    await answer(figures, opened, folder / "journal")
 
 
 async def answer(figures: Figures, served: dict[str, Any], folder: Path) -> None:
     """Say where it serves, then figures for every line of the input."""
     figures.watch_collections()
+    figures.watch_tokenizer()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(figures.watch_lag)
         emit(served)

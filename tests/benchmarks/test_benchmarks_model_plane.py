@@ -16,7 +16,27 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "model_plane.py"
             ["cost", "--agents", "2", "--turns", "3", "--chunks", "--api", "anthropic", "openai_responses"],
             ["anthropic", "openai_responses"],
         ),
-        (["paced", "--agents", "1", "--turns", "2", "--api", "google"], ["google", "google, streamed"]),
+        (
+            ["paced", "--agents", "1", "--turns", "2", "--api", "google"],
+            ["direct", "google", "direct", "google, streamed"],
+        ),
+        (
+            [
+                "cost",
+                "--agents",
+                "2",
+                "--turns",
+                "2",
+                "--chunks",
+                "--api",
+                "anthropic",
+                "--rounds",
+                "1",
+                "--against",
+                str(BENCHMARK.parents[1]),
+            ],
+            ["anthropic"],
+        ),
     ],
 )
 def test_its_smallest_load_is_played_to_the_end(arguments: list[str], names: list[str]) -> None:
@@ -26,6 +46,9 @@ def test_its_smallest_load_is_played_to_the_end(arguments: list[str], names: lis
     assert ran.returncode == 0, ran.stderr
     rows = [line.strip("| ").split(" | ") for line in ran.stdout.splitlines() if line.startswith("| ")][1:]
     assert [cells[0] for cells in rows] == names
-    if arguments[0] == "cost":
+    if "--against" in arguments:
+        ratios = [float(cells[place]) for cells in rows for place in (4, 7)]
+        assert all(ratio > 0 for ratio in ratios), ran.stdout
+    elif arguments[0] == "cost":
         # all turns but a session's first extend the one before
-        assert {cells[8] for cells in rows} == {"67%"}
+        assert {cells[10] for cells in rows} == {"67%"}
