@@ -22,9 +22,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
+from time import thread_time
 from typing import Final, assert_never, cast
 
 import orjson
@@ -36,6 +36,7 @@ from polarnode.core.codec.json import read_json
 from polarnode.core.conversation import Constraint, Conversation, Json, Message, ModelRequest
 from polarnode.core.errors import ContextTooLong, Refused
 from polarnode.gateway.call import Incoming, Model, ModelCall
+from polarnode.gateway.known_histories import KNOWN_BYTES, BodyDigest
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.gateway.machine import SESSION_OVER, held_request
 from polarnode.http.asgi import (
@@ -225,7 +226,6 @@ def _write(file: Path, content: bytes) -> None:
 # ── model plane ────────────────────────────────────────────────────────────
 
 ANY_SESSION: Final = "any"  # the folder of requests to an endpoint of no one session
-INLINE_BYTES: Final = 32 << 10  # a body up to this is read in place, in about 1 ms; a longer one in a thread
 READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only delay the loop
 # after a longer body the memory that is free is given back, in milliseconds of a thread; a prompt of 100k
 # tokens is shorter
@@ -443,15 +443,22 @@ class ModelPlane:
 
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
         """Read the body as a request, with the body's digest. Raises Refused with the path of the field."""
-        if len(request.body) <= INLINE_BYTES:
-            return _read(request, session, self.model, self._limits)
+        read = partial(_read, request, session, self.model, self._limits)
+        hashed = partial(BodyDigest.of, request.body, request.route.operation)
         share = ThreadShare(session.threads, self._readers)
-        return await share.run(partial(_read, request, session, self.model, self._limits))
+        if len(request.body) > KNOWN_BYTES:
+            return await share.run(lambda: (read()[0], hashed().key))
+        digest = hashed()
+        found, seconds = read() if session.histories.is_short(digest) else await share.run(read)
+        session.histories.note(digest, seconds)
+        return found, digest.key
 
 
 def _read(
     request: _Request, session: LiveSession, model: Model, limits: RequestLimits
-) -> tuple[ModelRequest, str]:
+) -> tuple[ModelRequest, float]:
+    """The request, and the CPU seconds that reading it took."""
+    began = thread_time()
     found, body = request.route, request.body
     limits.check_body(body)
     envelope = Envelope(
@@ -469,7 +476,7 @@ def _read(
     read = regrouped(read, session.lineages.references)
     kept = held_request(read, headers=model.family.harmony is not None)
     session.lineages.prepare(kept.conversation)
-    return kept, blake2b(body, digest_size=16, person=found.operation.encode()).hexdigest()
+    return kept, thread_time() - began
 
 
 def _json(body: bytes) -> Reply:

@@ -22,6 +22,7 @@ from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import UndeliveredResponse
+from polarnode.gateway.known_histories import KnownHistories
 from polarnode.gateway.machine import SESSION_OVER
 from polarnode.merge.attach import RESUMED
 from polarnode.merge.lineage import Lineages
@@ -230,6 +231,7 @@ class LiveSession:
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
+    histories: KnownHistories = field(factory=KnownHistories, init=False)
     over: bool = field(default=False, init=False)
     spent_clock: SpentClock | None = field(default=None, init=False)
     # its threads that read or render long requests: one, so that another session always finds a free one

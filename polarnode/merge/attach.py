@@ -77,13 +77,17 @@ class References:
     session_id: str
     _secret: bytes = field(repr=False)
     _made: dict[str, int] = field(factory=dict, init=False, repr=False, eq=False)  # one for each turn
+    _refs: dict[int, str] = field(factory=dict, init=False, repr=False, eq=False)  # the same by turn
 
     def ref(self, index: int) -> str:
         """16 lower hex characters: 6 of the turn's index, 10 that sign it."""
+        known = self._refs.get(index)
+        if known is not None:
+            return known
         payload = f"{self.session_id}:{index}".encode()
         signature = hmac.digest(self._secret, payload, "sha256").hex()
         made = f"{index:0{_INDEX_DIGITS}x}{signature[:_SIGNATURE_DIGITS]}"
-        self._made[made] = index
+        self._made[made], self._refs[index] = index, made
         return made
 
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:

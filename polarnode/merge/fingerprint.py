@@ -253,12 +253,13 @@ class Memo:
     _tools: dict[bytes, str] = field(factory=dict)
     _arguments: dict[str, str] = field(factory=dict)
     _prepared: dict[str, str] = field(factory=dict)
+    _prepared_tools: tuple[Sequence[Tool], str] | None = None  # of the request that is read now
 
     def prepare(self, conversation: Conversation) -> None:
         """Read the tools and the calls of a request that will be planned, in any thread: a call with a
         million numbers takes a second.
         """
-        self.tools_key(conversation.tools)
+        self._prepared_tools = (conversation.tools, self.tools_key(conversation.tools))
         long: dict[str, str] = {}
         room = _PREPARED_CHARS
         for message in conversation.messages:
@@ -271,6 +272,9 @@ class Memo:
 
     def tools_key(self, tools: Sequence[Tool]) -> str:
         """As the function of that name."""
+        prepared, self._prepared_tools = self._prepared_tools, None
+        if prepared is not None and prepared[0] is tools:
+            return prepared[1]
         try:
             written = orjson.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
         except TypeError:  # what orjson cannot write (a number beyond 64 bits) is read every time

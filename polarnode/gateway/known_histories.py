@@ -1,0 +1,72 @@
+"""What a session's requests repeat: each brings its whole history again, so what it takes to read one is
+known from the request before.
+
+A request is read in place where a thread would not help. Reading holds the GIL, so a thread lets the loop go
+on only after the GIL's switch interval (5 ms), and each change of threads costs the node some 0.3 ms under
+load. What a body takes to read depends on what stands in it, which only its sender knows; but a body that
+begins as an earlier one takes about as long as that did, and its new part is short. The digests that prove it
+are steps of the one over the whole body, by which a repeated request is found, so they cost nothing.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+from attrs import define, field, frozen
+
+from polarnode.support.bounded import remember
+
+STEP_BYTES: Final = 16 << 10  # of a body between two digests: a turn of an agent has about 4 KiB
+NEW_BYTES: Final = 32 << 10  # of a body that were never read: about 1 ms, 10 ms at the worst
+# a longer body is hashed in a thread too: a prompt of 128k tokens is twice as long, and its tools run minutes
+KNOWN_BYTES: Final = 256 << 10
+KNOWN_S: Final = 0.003  # that reading the earlier request took: of 256 KiB it is 2 ms
+HISTORIES: Final = 8  # kept for a session: harnesses interleave up to four agents; 300 bytes each
+
+
+@frozen
+class BodyDigest:
+    """The digest of a body. `key` identifies the whole, `steps` its beginnings, one of each STEP_BYTES."""
+
+    size: int
+    key: str
+    steps: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, body: bytes, operation: str) -> "BodyDigest":
+        """Of a body for one operation of a dialect: two operations never share a key. O(bytes)."""
+        digest, steps = blake2b(digest_size=16, person=operation.encode()), []
+        view = memoryview(body)
+        whole = len(body) // STEP_BYTES * STEP_BYTES
+        for start in range(0, whole, STEP_BYTES):
+            digest.update(view[start : start + STEP_BYTES])
+            steps.append(digest.digest())
+        digest.update(view[whole:])
+        return cls(len(body), digest.hexdigest(), tuple(steps))
+
+
+@define(eq=False)
+class KnownHistories:
+    """The requests that a session sent last: their steps, and the CPU seconds that reading each took."""
+
+    _kept: dict[bytes, tuple[tuple[bytes, ...], float]] = field(factory=dict, init=False)
+
+    def is_short(self, digest: BodyDigest) -> bool:
+        """Whether a request is read in place."""
+        if digest.size <= NEW_BYTES:
+            return True
+        steps, seconds = self._kept.get(digest.steps[0], ((), 0.0))
+        return digest.size <= STEP_BYTES * _shared(steps, digest.steps) + NEW_BYTES and seconds <= KNOWN_S
+
+    def note(self, digest: BodyDigest, seconds: float) -> None:
+        """A request was read, which took so many seconds of CPU."""
+        if digest.steps:
+            remember(self._kept, digest.steps[0], (digest.steps, seconds), most=HISTORIES)
+
+
+def _shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many steps two bodies have in common. A step's digest covers all before it."""
+    shared = min(len(one), len(other))
+    while shared and one[shared - 1] != other[shared - 1]:
+        shared -= 1
+    return shared

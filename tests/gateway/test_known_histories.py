@@ -1,0 +1,61 @@
+"""A request is read in place only where what it takes is known to be little."""
+
+from hashlib import blake2b
+from random import Random
+
+from polarnode.gateway.known_histories import (
+    HISTORIES,
+    KNOWN_S,
+    NEW_BYTES,
+    STEP_BYTES,
+    BodyDigest,
+    KnownHistories,
+)
+
+TEXT = Random(1).randbytes(12 * STEP_BYTES)
+
+
+def digest(body: bytes) -> BodyDigest:
+    return BodyDigest.of(body, "generate")
+
+
+def test_the_key_is_that_of_the_whole_body() -> None:
+    for size in (0, 1, STEP_BYTES - 1, STEP_BYTES, 3 * STEP_BYTES + 7):
+        body = TEXT[:size]
+        assert digest(body).key == blake2b(body, digest_size=16, person=b"generate").hexdigest()
+    assert digest(TEXT).key != BodyDigest.of(TEXT, "compact").key
+
+
+def test_a_short_body_is_read_in_place_and_a_long_new_one_is_not() -> None:
+    histories = KnownHistories()
+    assert histories.is_short(digest(TEXT[:NEW_BYTES]))
+    assert not histories.is_short(digest(TEXT[: NEW_BYTES + 1]))
+
+
+def test_a_history_that_grew_is_read_in_place_up_to_its_new_part() -> None:
+    histories, size = KnownHistories(), 5 * STEP_BYTES
+    histories.note(digest(TEXT[: size + 10] + b"]}"), KNOWN_S)
+    assert histories.is_short(digest(TEXT[: size + NEW_BYTES]))
+    assert not histories.is_short(digest(TEXT[: size + NEW_BYTES + 1]))
+    # a change at its beginning makes all of it new, one in its middle what follows
+    assert not histories.is_short(digest(b"x" + TEXT[1:size]))
+    middle = TEXT[: 3 * STEP_BYTES] + b"x" + TEXT[3 * STEP_BYTES + 1 :]
+    assert histories.is_short(digest(middle[: 3 * STEP_BYTES + NEW_BYTES]))
+    assert not histories.is_short(digest(middle[: 3 * STEP_BYTES + NEW_BYTES + 1]))
+
+
+def test_a_history_that_took_long_is_never_read_in_place() -> None:
+    histories, body = KnownHistories(), TEXT[: NEW_BYTES + STEP_BYTES]
+    histories.note(digest(body), KNOWN_S * 1.01)
+    assert not histories.is_short(digest(body))
+    histories.note(digest(body), KNOWN_S / 2)
+    assert histories.is_short(digest(body))
+
+
+def test_the_agents_of_a_session_are_known_apart_and_the_oldest_is_forgotten() -> None:
+    histories, bodies = KnownHistories(), [bytes([number]) + TEXT[:NEW_BYTES] for number in range(HISTORIES)]
+    for body in bodies:
+        histories.note(digest(body), 0.0)
+    assert all(histories.is_short(digest(body)) for body in bodies)
+    histories.note(digest(b"\xff" + TEXT[:NEW_BYTES]), 0.0)
+    assert [histories.is_short(digest(body)) for body in bodies] == [False] + [True] * (HISTORIES - 1)
