@@ -1,0 +1,301 @@
+"""What an over-subscribed prefix cache costs, and what a policy gets back, in virtual time.
+
+    python benchmarks/kv.py [--policy none|residency|cap=N] [--load 4] [--shape FILE] [--hours 6]
+                            [--seed 1] [--json FILE]
+
+One engine (`engine/kv_model.py`), the policy that a node runs (`engine/residency.py`), and agents in a closed
+loop: so many sessions are wanted at once that `load` times the cache would be full. Prints sampled tokens a
+second, prompt tokens that were read again, and the seconds that turns, sessions and groups waited. The first
+quarter of the time is left out.
+"""
+
+import argparse
+import heapq
+import json
+import random
+import statistics
+import tomllib
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from math import log
+from pathlib import Path
+from typing import Any, Final
+
+import cattrs
+from attrs import define, field, frozen
+
+from polarnode.engine.kv_model import KvConstants, KvEvent, KvModel
+from polarnode.engine.residency import HeldCall, Residency
+
+SHAPES: Final = Path(__file__).parent / "kv_shapes"
+P95: Final = 1.645  # standard deviations of a normal distribution
+WARM_UP: Final = 0.25
+
+
+@frozen(kw_only=True)
+class Shape:
+    """What sessions are like; the fields are those of kv_shapes/base.toml."""
+
+    group: int
+    turns: tuple[int, int]
+    system_tokens: int
+    task_tokens: tuple[int, int]
+    final_tokens: tuple[int, int]
+    sampled_tokens: tuple[int, int]
+    tool_median_s: float
+    tool_p95_s: float
+    slow_share: float
+    slow_s: float
+    harness_s: float
+
+    @classmethod
+    def read(cls, path: Path) -> "Shape":
+        return cattrs.structure(tomllib.loads(path.read_text()), cls)
+
+    @property
+    def mean_own(self) -> float:
+        """Tokens that a session has for itself, on average over its life."""
+        first = self.system_tokens + statistics.mean(self.task_tokens)
+        return (statistics.mean(self.final_tokens) - first) / 2
+
+    def tool_s(self, chance: random.Random) -> float:
+        """Seconds between an answer and the next request."""
+        if chance.random() < self.slow_share:
+            return self.slow_s + self.harness_s
+        spread = log(self.tool_p95_s / self.tool_median_s) / P95
+        return chance.lognormvariate(log(self.tool_median_s), spread) + self.harness_s
+
+
+@define(eq=False)
+class Agent:
+    """A session: how it grows is drawn before it begins, so that every policy runs the same ones."""
+
+    name: str
+    number: int  # among all sessions, from 1
+    group: int
+    wanted: float
+    lengths: Sequence[int]  # the prompt's tokens at each turn
+    samples: Sequence[int]
+    tools: Sequence[float]
+    first: int  # tokens that its group shares
+    began: float = 0.0
+    turn: int = 0
+    asked: float = 0.0
+    sent: float = 0.0
+
+
+@define(eq=False)
+class Run:
+    """One policy on one engine."""
+
+    shape: Shape
+    constants: KvConstants
+    wanted: int
+    cap: int | None
+    residency: Residency | None
+    chance: random.Random
+    model: KvModel = field(init=False)
+    now: float = 0.0
+    _timers: list[tuple[float, int, Callable[[], None]]] = field(factory=list, init=False)
+    _numbers: Any = field(factory=count, init=False)
+    _waiting: deque[Agent] = field(factory=deque, init=False)
+    _running: dict[str, Agent] = field(factory=dict, init=False)
+    _groups: int = field(default=0, init=False)
+    _agents: Any = field(factory=lambda: count(1), init=False)
+    _open: dict[int, list[float]] = field(factory=dict, init=False)  # by group: starts and ends of members
+    sampled: int = 0
+    prompt: int = 0
+    again: int = 0
+    turn_waits: list[float] = field(factory=list)
+    session_waits: list[float] = field(factory=list)
+    session_s: list[float] = field(factory=list)
+    group_s: list[float] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self.model = KvModel(self.constants)
+
+    # ── time ──────────────────────────────────────────────────────────────────
+
+    def play(self, seconds: float) -> None:
+        while self.now < seconds:
+            self._fill()
+            times = [seconds]
+            times += [self._timers[0][0]] if self._timers else []
+            due = self.model.next_time()
+            times += [] if due is None else [due]
+            if self.residency is not None:
+                times.append(max(self.residency.next_look(self.now), self.now + 1e-6))
+            self.now = min(times)
+            for event in self.model.advance(self.now):
+                self._happened(event, seconds)
+            while self._timers and self._timers[0][0] <= self.now:
+                heapq.heappop(self._timers)[2]()
+            if self.residency is not None:
+                for call in self.residency.look(self.now):
+                    self._submit(self._running[call.session])
+                for name in self.residency.displaced():
+                    if name in self._running:
+                        agent = self._running[name]
+                        known = agent.lengths[agent.turn - 1] + agent.samples[agent.turn - 1]
+                        self.model.forget(self._pages(agent, known if agent.turn else agent.first))
+
+    def _after(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), act))
+
+    # ── sessions ──────────────────────────────────────────────────────────────
+
+    def _fill(self) -> None:
+        """As many sessions as are wanted, and those of them that may begin."""
+        while len(self._waiting) + len(self._running) < self.wanted:
+            self._waiting.extend(self._group())
+        while self._waiting and self._may_begin():
+            agent = self._waiting.popleft()
+            agent.began = self.now
+            self.session_waits.append(self.now - agent.wanted)
+            self._running[agent.name] = agent
+            if self.residency is not None:
+                self.residency.begin(agent.name, "agent", self.now, group=str(agent.group))
+            self._ask(agent)
+
+    def _may_begin(self) -> bool:
+        if self.residency is not None:
+            return self.residency.may_begin("agent", self.now)
+        return self.cap is None or len(self._running) < self.cap
+
+    def _group(self) -> list[Agent]:
+        shape, chance, self._groups = self.shape, self.chance, self._groups + 1
+        first = shape.system_tokens + chance.randint(*shape.task_tokens)
+        self._open[self._groups] = []
+        return [self._agent(f"g{self._groups}-{number}", first) for number in range(shape.group)]
+
+    def _agent(self, name: str, first: int) -> Agent:
+        shape, chance = self.shape, self.chance
+        turns = chance.randint(*shape.turns)
+        final = max(chance.randint(*shape.final_tokens), first + 200 * turns)
+        samples = [chance.randint(*shape.sampled_tokens) for _ in range(turns)]
+        results = max(0, final - first - sum(samples)) // turns
+        lengths = [first]
+        for sample in samples[:-1]:
+            lengths.append(lengths[-1] + sample + results)
+        tools = [shape.tool_s(chance) for _ in range(turns)]
+        return Agent(name, next(self._agents), self._groups, self.now, lengths, samples, tools, first)
+
+    def _ask(self, agent: Agent) -> None:
+        agent.asked = self.now
+        if self.residency is None or self.residency.ask(
+            agent.name, agent.name, "main", self.now, tokens=agent.lengths[agent.turn]
+        ):
+            self._submit(agent)
+
+    def _submit(self, agent: Agent) -> None:
+        agent.sent = self.now
+        prompt, sample = agent.lengths[agent.turn], agent.samples[agent.turn]
+        pages = self._pages(agent, prompt)
+        self.model.submit(
+            agent.name,
+            pages,
+            prompt=prompt,
+            sample=sample,
+            max_new=4 * sample,
+            tail=self._pages(agent, prompt + sample)[len(pages) :],
+            now=self.now,
+        )
+
+    def _pages(self, agent: Agent, tokens: int) -> list[int]:
+        """Keys of the whole pages: all sessions share the system prompt, a group its task."""
+        page = self.constants.page
+        whole, system, task = tokens // page, self.shape.system_tokens // page, agent.first // page
+        group, own = agent.group << 20, agent.number << 40
+        return [*range(system), *range(group + system, group + task), *range(own + task, own + whole)]
+
+    def _happened(self, event: KvEvent, seconds: float) -> None:
+        agent = self._running[event.request]
+        warm = event.at >= WARM_UP * seconds
+        prompt = agent.lengths[agent.turn]
+        if event.kind == "began":
+            known = 0 if agent.turn == 0 else agent.lengths[agent.turn - 1] + agent.samples[agent.turn - 1]
+            if self.residency is not None:
+                self.residency.read(
+                    agent.name, "main", prompt=prompt, cached=event.cached, seconds=event.at - agent.sent
+                )
+            if warm:
+                self.prompt += prompt
+                self.again += max(0, known - event.cached - self.constants.page)
+                self.turn_waits += [event.at - agent.asked] if agent.turn else []
+        elif event.kind == "ended":
+            sample = agent.samples[agent.turn]
+            self.sampled += sample if warm else 0
+            if self.residency is not None:
+                self.residency.ended(agent.name, "main", tokens=prompt + sample, now=event.at)
+            agent.turn += 1
+            if agent.turn < len(agent.lengths):
+                self._after(agent.tools[agent.turn], lambda: self._ask(agent))
+            else:
+                self._over(agent)
+
+    def _over(self, agent: Agent) -> None:
+        del self._running[agent.name]
+        if self.residency is not None:
+            left: list[HeldCall] = self.residency.over(agent.name)
+            assert not left
+        self.session_s.append(self.now - agent.began)
+        members = self._open[agent.group]
+        members += [agent.began, self.now]
+        if len(members) == 2 * self.shape.group:
+            self.group_s.append(max(members) - min(members))
+            del self._open[agent.group]
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, 99th percentile and worst, in seconds."""
+    if len(values) < 2:
+        return {}
+    return {
+        "p50": round(statistics.median(values), 2),
+        "p95": round(statistics.quantiles(values, n=100)[94], 2),
+        "p99": round(statistics.quantiles(values, n=100)[98], 2),
+        "worst": round(max(values), 2),
+    }
+
+
+def simulated(policy: str, load: float, shape: Shape, hours: float, seed: int) -> dict[str, Any]:
+    """The figures of one policy."""
+    constants = KvConstants(capacity=350_000)
+    fits = constants.capacity / shape.mean_own
+    residency = None
+    if policy == "residency":
+        residency = Residency(capacity=constants.capacity)
+    cap = int(policy.removeprefix("cap=")) if policy.startswith("cap=") else None
+    run = Run(shape, constants, round(load * fits), cap, residency, random.Random(seed))
+    run.play(3600 * hours)
+    return {
+        "policy": policy,
+        "load": load,
+        "sessions_wanted": run.wanted,
+        "tokens_per_s": round(run.sampled / (3600 * hours * (1 - WARM_UP)), 1),
+        "read_again": round(run.again / max(run.prompt, 1), 4),
+        "turn_wait_s": quantiles(run.turn_waits),
+        "session_wait_s": quantiles(run.session_waits),
+        "session_s": quantiles(run.session_s),
+        "group_s": quantiles(run.group_s),
+        "ended": len(run.session_s),
+        "scale": 1.0 if residency is None else round(residency.feedback.scale, 3),
+        "margin": 0.0 if residency is None else round(residency.feedback.margin, 3),
+        "away": 0.0 if residency is None else round(residency.feedback._away, 3),
+    }
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser()
+    options.add_argument("--policy", default="residency")
+    options.add_argument("--load", type=float, default=4.0)
+    options.add_argument("--shape", type=Path, default=SHAPES / "base.toml")
+    options.add_argument("--hours", type=float, default=6.0)
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--json", type=Path)
+    given = options.parse_args()
+    found = simulated(given.policy, given.load, Shape.read(given.shape), given.hours, given.seed)
+    print(json.dumps(found, indent=2))
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -1,0 +1,406 @@
+"""Which sessions an engine's prefix cache is for: the start gate and the valve of one engine host.
+
+Pure: given calls and times, it waits for nothing. Agents come back with a growing prefix. Once more of them
+run than the cache holds, an LRU cache drops exactly what is needed next: throughput falls to 0.4 of what it
+was, at a cliff (docs/measurements.md). So a session begins only while what all sessions will become fits
+the cache, and waits before its start, not in its middle. What grows beyond that is displaced while it is
+idle, and its next call is held for HOLD_S at most.
+
+Nothing of it is configured: sizes are learned from sessions that ended, and the margin from how often calls
+had to be held or were read again (`residency_feedback`).
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+import numpy
+from attrs import define, field, frozen
+
+from polarnode.engine.residency_feedback import Feedback
+from polarnode.engine.session_sizes import LONGER, SessionSizes
+
+LEAVE: Final = 0.98  # of the budget: above it idle sessions are displaced
+# of the budget: below it a displaced one comes back; at one mark with LEAVE they would rotate
+RETURN: Final = 0.92
+# seconds that a call is held at most: harnesses wait 300 s for an answer that is not streamed, and the
+# engine's own queue comes on top; an unbounded hold gains less than 1 %
+HOLD_S: Final = 55.0
+GROWTH: Final = 600  # tokens that a call may add: a turn's sample and its tool's result
+AWAY_S: Final = 10.0  # idle seconds after which a session is likelier to stay away than to call
+# what a session counts for that is away for longer than it takes to read the cache: some come back at once
+LENT: Final = 0.5
+# Tokens that a session ends with before any ended: a part of the cache, and at most so many. One too high
+# leaves the cache half empty until then, one too low lets sessions begin that cannot all be held off later.
+GUESS_PART: Final = 8
+GUESS: Final = 64_000
+POINTS: Final = 16  # of growth at which expectations are computed, up to the largest session's end
+# seconds without a call after which a session is forgotten: the longest tool observed
+LEASE_S: Final = 1800.0
+LOOK_S: Final = 30.0  # between corrections
+
+
+@frozen
+class HeldCall:
+    """A call that waits for its session's place. `id` is its request's."""
+
+    id: str
+    session: str
+    chain: str
+    since: float
+
+
+@define(eq=False)
+class _Chain:
+    """One conversation: the main agent's, or a sub-agent's. `shared`: tokens that its first call found read
+    by others; `kept`: that a next call finds, if they stayed in the cache.
+    """
+
+    kept: int = 0
+    shared: int | None = None
+    calls: int = 0  # in the engine
+
+
+@define(eq=False)
+class _Session:
+    """`own`: tokens of its conversations that no other session has."""
+
+    name: str
+    kind: str
+    group: str
+    idle_since: float
+    resident: bool = True
+    own: int = 0
+    chains: dict[str, _Chain] = field(factory=dict)
+    leaving: bool = False  # displaced when its call ends
+    planned: bool = False  # what its next call reads again was decided here
+
+    @property
+    def shared(self) -> int | None:
+        """Of its first conversation; None before that was read."""
+        return next((chain.shared for chain in self.chains.values()), None)
+
+    @property
+    def calls(self) -> int:
+        return sum(chain.calls for chain in self.chains.values())
+
+    def enter(self, chain: str) -> None:
+        self.chains.setdefault(chain, _Chain()).calls += 1
+
+    def note(self) -> None:
+        self.own = sum(max(0, chain.kept - (chain.shared or 0)) for chain in self.chains.values())
+
+
+@frozen(kw_only=True)
+class ResidencyStatistics:
+    """One host's budget and sessions now, in tokens, sessions, calls and seconds; prompt tokens since the
+    host began. `tokens` are those of resident sessions; `margin` is the part of `capacity` that may be
+    expected of all for a session to begin.
+    """
+
+    capacity: int
+    budget: int
+    margin: float
+    lends: bool
+    tokens: int
+    busy: int
+    idle: int
+    displaced: int
+    held: int
+    oldest_held_s: float
+    prompt_tokens: int
+    reread_planned: int
+    reread_unplanned: int
+
+
+@define(eq=False)
+class Residency:
+    """The sessions of one engine host. `capacity`: tokens of its cache; `longest`: of one request."""
+
+    capacity: int
+    longest: int = GUESS
+    feedback: Feedback = field(factory=Feedback, init=False)
+    _sessions: "OrderedDict[str, _Session]" = field(factory=OrderedDict, init=False)  # oldest first
+    _held: "OrderedDict[str, HeldCall]" = field(factory=OrderedDict, init=False)
+    _sizes: dict[str, SessionSizes] = field(factory=dict, init=False)  # by kind
+    _displaced: list[str] = field(factory=list, init=False)
+    _known: int | None = field(default=0, init=False)  # `_tokens`, as it was counted last
+
+    @property
+    def budget(self) -> int:
+        """Tokens that resident sessions may have."""
+        return int(self.capacity * self.feedback.scale)
+
+    @property
+    def room(self) -> int:
+        """Tokens of the budget that resident sessions have not."""
+        return self.budget - self._tokens()
+
+    # ── sessions ──────────────────────────────────────────────────────────────
+
+    def may_begin(self, kind: str, now: float) -> bool:
+        """Whether another session may begin. One always may where none is here."""
+        if not self._sessions:
+            return True
+        fits = not self._held and self._expected(kind, now) <= self.feedback.margin * self.budget
+        self.feedback.waited = self.feedback.waited or not fits
+        return fits
+
+    def begin(self, session: str, kind: str, now: float, *, group: str = "") -> None:
+        """A session begins. `kind`: sessions of one kind grow alike, such as those of one harness; those of
+        one `group` begin with the same prompt.
+        """
+        if session not in self._sessions:
+            self._sessions[session] = _Session(session, kind, group or session, now)
+
+    def over(self, session: str) -> list[HeldCall]:
+        """A session ended, however; gives the calls of it that were held."""
+        found = self._sessions.pop(session, None)
+        if found is None:
+            return []
+        self._known = None
+        if found.own:  # one that never called tells nothing of the others
+            self._sizes_of(found.kind).add(found.own)
+        left = [call for call in self._held.values() if call.session == session]
+        for call in left:
+            del self._held[call.id]
+        return left
+
+    def lost(self) -> list[HeldCall]:
+        """The cache is gone with its engine; gives all held calls. Sessions come back with their next call,
+        wherever that goes.
+        """
+        held = list(self._held.values())
+        self._sessions.clear()
+        self._held.clear()
+        self._known = 0
+        return held
+
+    def cold(self) -> None:
+        """The weights changed: every session's next read is planned."""
+        for found in self._sessions.values():
+            found.planned = True
+
+    def has(self, session: str) -> bool:
+        return session in self._sessions
+
+    # ── calls ─────────────────────────────────────────────────────────────────
+
+    def ask(self, call: str, session: str, chain: str, now: float, *, tokens: int = 0) -> bool:
+        """Whether `call`, with a prompt of so many `tokens`, goes to the engine now; else it is held until
+        `look` gives it. A session's second call at once, and a sub-agent's, are never held: somebody with a
+        place waits for them. A session that has not begun here comes as a displaced one does.
+        """
+        found = self._sessions.get(session)
+        if found is None:
+            found = _Session(session, "", session, now, resident=False, own=tokens, planned=True)
+            self._sessions[session] = found
+        self.feedback.calls += 1
+        if not found.resident and not found.calls and (self._held or not self._comes_back(found, now)):
+            self.feedback.holds += 1
+            self._held[call] = HeldCall(call, session, chain, now)
+            return False
+        found.planned = found.planned or self._is_lent(found, now)
+        found.enter(chain)
+        return True
+
+    def withdraw(self, call: str) -> None:
+        """Whoever waited for a held call has left."""
+        self._held.pop(call, None)
+
+    def read(self, session: str, chain: str, *, prompt: int, cached: int, seconds: float) -> None:
+        """The engine read the prompt of a call, `seconds` after it got it; `cached` tokens of it were
+        there.
+        """
+        self.feedback.read(prompt, prompt - cached, seconds)
+        found = self._sessions.get(session)
+        known = None if found is None else found.chains.get(chain)
+        if found is None or known is None:
+            return
+        if known.shared is None:
+            known.shared, self._known = cached, None
+        else:
+            again = max(0, min(known.kept, prompt) - cached)
+            # with more in the cache than fits, what is read again follows from what was let in
+            self.feedback.read_again(again, planned=found.planned or self._tokens() > LEAVE * self.budget)
+        found.planned = False
+
+    def ended(self, session: str, chain: str, *, tokens: int | None, now: float) -> None:
+        """A call ended with so many tokens, prompt and sample; None for one that the engine did not read.
+        They are set, never added: a history may have become shorter.
+        """
+        found = self._sessions.get(session)
+        known = None if found is None else found.chains.get(chain)
+        if found is None or known is None or not known.calls:
+            return
+        known.calls -= 1
+        if tokens is not None:
+            known.kept, self._known = tokens, None
+            found.note()
+        if not found.calls:
+            found.idle_since = now
+            if found.leaving:
+                self._displace(found)
+
+    # ── decisions ─────────────────────────────────────────────────────────────
+
+    def look(self, now: float) -> list[HeldCall]:
+        """Displace what is too much, and give the held calls that go now, oldest session first."""
+        self.feedback.peak = max(self.feedback.peak, self._tokens())
+        if now >= self.feedback.looked + LOOK_S:
+            self._correct(now)
+        self._valve(now)
+        return self._returning(now) if self._held else []
+
+    def next_look(self, now: float) -> float:
+        """When `look` has to be called at the latest."""
+        held = min((call.since + HOLD_S for call in self._held.values()), default=now + LOOK_S)
+        return max(now, min(held, self.feedback.looked + LOOK_S))
+
+    def displaced(self) -> list[str]:
+        """Sessions that were displaced since this was asked: an engine that can evicts their prefixes
+        first.
+        """
+        found, self._displaced = self._displaced, []
+        return found
+
+    def statistics(self, now: float) -> ResidencyStatistics:
+        residents = [found for found in self._sessions.values() if found.resident]
+        busy = sum(found.calls > 0 for found in residents)
+        totals = self.feedback.totals
+        return ResidencyStatistics(
+            capacity=self.capacity,
+            budget=self.budget,
+            margin=round(self.feedback.margin, 3),
+            lends=self.feedback.lends,
+            tokens=self._tokens(),
+            busy=busy,
+            idle=len(residents) - busy,
+            displaced=len(self._sessions) - len(residents),
+            held=len(self._held),
+            oldest_held_s=round(max((now - call.since for call in self._held.values()), default=0.0), 1),
+            prompt_tokens=totals.prompt,
+            reread_planned=totals.planned,
+            reread_unplanned=totals.unplanned,
+        )
+
+    # ── tokens ────────────────────────────────────────────────────────────────
+
+    def _tokens(self) -> int:
+        """What the resident sessions have in the cache, counted again when one changed."""
+        if self._known is None:
+            self._known = self._count()
+        return self._known
+
+    def _count(self) -> int:
+        """Each session's own tokens, and what they share once. The first of a group reads for itself what the
+        others then find.
+        """
+        groups: dict[str, list[_Session]] = {}
+        for found in self._sessions.values():
+            if found.resident and found.shared is not None:
+                groups.setdefault(found.group, []).append(found)
+        common = min((found.shared or 0 for each in groups.values() for found in each), default=0)
+        tokens = common
+        for members in groups.values():
+            most = max(found.shared or 0 for found in members)
+            tokens += most - common
+            tokens += sum(max(0, found.own - (most - (found.shared or 0))) for found in members)
+        return tokens
+
+    def _expected(self, kind: str, now: float) -> float:
+        """The most tokens that are expected at one time if a session of `kind` begins now, and none after it.
+        All grow alike.
+        """
+        running: dict[str, list[tuple[int, float]]] = {kind: [(0, 1.0)]}
+        shared = self._tokens()
+        for found in self._sessions.values():
+            shared -= found.own if found.resident else 0
+            # displaced ones too: they come back before any begins
+            weight = LENT if self._is_lent(found, now) else 1.0
+            running.setdefault(found.kind, []).append((found.own, weight))
+        sizes = {each: self._sizes_of(each) for each in running}
+        largest = max(LONGER * tokens for each in running.values() for tokens, _ in each)
+        growth = numpy.linspace(0.0, max(largest, *(each.largest for each in sizes.values())), POINTS)
+        expected = sum(sizes[each].expected(those, growth) for each, those in running.items())
+        return float(numpy.max(expected)) + shared
+
+    def _sizes_of(self, kind: str) -> SessionSizes:
+        guess = min(GUESS, self.longest, self.capacity // GUESS_PART)
+        return self._sizes.setdefault(kind, SessionSizes(guess))
+
+    def _fits(self, found: _Session) -> bool:
+        tokens = self._tokens()
+        return not tokens or tokens + found.own + GROWTH <= RETURN * self.budget
+
+    def _is_away(self, found: _Session, now: float) -> bool:
+        """Whether it is idle for longer than it takes to read the whole cache."""
+        read_s = self.feedback.seconds_to_read(self.capacity)
+        return read_s is not None and not found.calls and now - found.idle_since >= read_s
+
+    def _is_lent(self, found: _Session, now: float) -> bool:
+        return self.feedback.lends and self._is_away(found, now)
+
+    # ── places ────────────────────────────────────────────────────────────────
+
+    def _valve(self, now: float) -> None:
+        """Displace idle sessions until the others fit, those whose tools take long first, then the smallest:
+        reading them again costs least. Where that is not enough, busy ones at their calls' end. One stays.
+        """
+        most, tokens = LEAVE * self.budget, self._tokens()
+        if tokens <= most:
+            return
+        staying = [found for found in self._sessions.values() if found.resident and not found.leaving]
+        staying.sort(key=lambda found: (found.calls > 0, now - found.idle_since < AWAY_S, found.own))
+        for found in staying[:-1]:
+            if tokens <= most:
+                return
+            tokens -= found.own
+            if found.calls:
+                found.leaving = True
+            else:
+                self._displace(found)
+
+    def _returning(self, now: float) -> list[HeldCall]:
+        calls: dict[str, list[HeldCall]] = {}
+        for call in self._held.values():
+            calls.setdefault(call.session, []).append(call)
+        going: list[HeldCall] = []
+        for session in [name for name in self._sessions if name in calls]:
+            found, held = self._sessions[session], calls[session]
+            if now - held[0].since >= HOLD_S:
+                self._return(found)
+            elif not self._comes_back(found, now):
+                continue
+            for call in held:
+                del self._held[call.id]
+                found.enter(call.chain)
+            going += held
+        return going
+
+    def _comes_back(self, found: _Session, now: float) -> bool:
+        """Give a displaced session its place again where it fits, also that of one whose place is lent."""
+        if not self._fits(found):
+            for each in list(self._sessions.values()):
+                if each.resident and self._is_lent(each, now) and not self._fits(found):
+                    self._displace(each)
+        if not self._fits(found):
+            return False
+        self._return(found)
+        return True
+
+    def _return(self, found: _Session) -> None:
+        found.resident, found.leaving, self._known = True, False, None
+
+    def _displace(self, found: _Session) -> None:
+        found.resident, found.leaving, found.planned, self._known = False, False, True, None
+        self._displaced.append(found.name)
+
+    def _correct(self, now: float) -> None:
+        for name in [name for name, found in self._sessions.items() if now - found.idle_since >= LEASE_S]:
+            if not self._sessions[name].calls and not any(
+                call.session == name for call in self._held.values()
+            ):
+                self.over(name)
+        away = sum(found.own for found in self._sessions.values() if self._is_away(found, now))
+        total = sum(found.own for found in self._sessions.values())
+        self.feedback.look(now, budget=self.budget, away=away / total if total else None)

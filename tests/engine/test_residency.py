@@ -1,0 +1,333 @@
+"""Which sessions an engine's cache is for: values, times that are given, and laws for any order of events."""
+
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from polarnode.engine.residency import GUESS_PART, HOLD_S, LEASE_S, LEAVE, LOOK_S, Residency
+from polarnode.engine.residency_feedback import SHRINK, START, Feedback
+from polarnode.engine.session_sizes import GUESSES, SessionSizes
+
+MAIN = "main"
+
+
+def turn(found: Residency, session: str, tokens: int, now: float, *, cached: int = 0, s: float = 1.0) -> None:
+    """One call, which goes at once."""
+    assert found.ask(session, session, MAIN, now)
+    found.read(session, MAIN, prompt=tokens, cached=cached, seconds=s)
+    found.ended(session, MAIN, tokens=tokens, now=now)
+
+
+def filled(*tokens: int, capacity: int = 100_000, s: float = 1.0) -> Residency:
+    """Sessions s0, s1 … that are idle with so many tokens, which the engine read in `s` seconds each."""
+    found = Residency(capacity=capacity)
+    for number, each in enumerate(tokens):
+        found.begin(f"s{number}", "pi", 0.0)
+        turn(found, f"s{number}", each, 0.0, s=s)
+    return found
+
+
+def test_sessions_begin_while_what_they_will_become_fits() -> None:
+    found, guessed = Residency(capacity=100_000), int(START * GUESS_PART)
+    for number in range(guessed):
+        assert found.may_begin("pi", 0.0)
+        found.begin(f"s{number}", "pi", 0.0)
+    assert not found.may_begin("pi", 0.0)
+    found.over("s0")
+    assert found.may_begin("pi", 1.0)
+    assert Residency(capacity=1).may_begin("pi", 0.0), "one session always runs"
+
+
+def ended(found: Residency, kind: str, *sizes: int) -> None:
+    for number, tokens in enumerate(sizes):
+        name = f"{kind}{number}"
+        found.begin(name, kind, 0.0)
+        turn(found, name, 0, 0.0)
+        turn(found, name, tokens, 1.0)
+        found.over(name)
+
+
+def begun(found: Residency, kind: str) -> int:
+    """How many sessions may begin."""
+    names = [f"{kind}-new{number}" for number in range(100)]
+    for number, name in enumerate(names):
+        if not found.may_begin(kind, 10.0):
+            return number
+        found.begin(name, kind, 10.0)
+    return len(names)
+
+
+def test_a_kind_s_sessions_are_expected_to_grow_as_those_before() -> None:
+    small, large, mixed = (Residency(capacity=200_000) for _ in range(3))
+    ended(small, "pi", *[5_000] * 64)
+    ended(large, "pi", *[50_000] * 64)
+    ended(mixed, "pi", *[5_000, 50_000] * 32)
+    found = begun(small, "pi"), begun(mixed, "pi"), begun(large, "pi")
+    assert found[0] == 32, "160,000 of the budget, in sessions of 5,000"
+    assert found[2] == 3
+    assert found[2] < found[1] < 2 * found[2] + 1, "half of them grow to 50,000, and are let in as such"
+
+
+def test_what_still_runs_counts_as_no_smaller_than_it_is() -> None:
+    """The first to end are the short ones."""
+    found = Residency(capacity=1_000_000)
+    for number in range(8):
+        found.begin(f"s{number}", "pi", 0.0)
+        turn(found, f"s{number}", 0, 0.0)
+        turn(found, f"s{number}", 60_000, 1.0)
+    ended(found, "pi", *[1_000] * 8)
+    assert begun(found, "pi") < 60
+
+
+def test_what_is_too_much_is_displaced_smallest_first_and_comes_back_oldest_first() -> None:
+    found = filled(40_000, 30_000, 10_000, 25_000)
+    assert found.look(1.0) == []
+    assert found.statistics(1.0).displaced == 1, "105,000 of 98,000: the smallest is enough"
+    assert not found.ask("s2", "s2", MAIN, 2.0)
+    assert found.look(3.0) == [], "95,000 and its own are above the mark of return"
+    found.over("s3")
+    (call,) = found.look(5.0)
+    assert (call.session, call.since) == ("s2", 2.0)
+    assert found.statistics(5.0).held == 0
+
+
+def test_a_busy_session_is_displaced_when_its_call_ends() -> None:
+    found = filled(60_000)
+    found.begin("s1", "pi", 0.0)
+    turn(found, "s1", 50_000, 0.0)
+    assert found.ask("s0", "s0", MAIN, 1.0)
+    assert found.ask("s1", "s1", MAIN, 1.0)
+    found.look(1.0)
+    assert found.statistics(1.0).displaced == 0
+    found.ended("s1", MAIN, tokens=50_500, now=2.0)
+    assert found.statistics(2.0).displaced == 1
+
+
+def test_a_held_call_goes_after_its_bound_whatever_fits() -> None:
+    found = filled(90_000, 20_000)
+    found.look(0.0)
+    assert not found.ask("s1", "s1", MAIN, 10.0)
+    assert found.look(10.0 + HOLD_S - 0.1) == []
+    assert found.next_look(10.0) <= 10.0 + HOLD_S
+    assert [call.session for call in found.look(10.0 + HOLD_S)] == ["s1"]
+
+
+def test_a_sub_agent_of_a_session_with_a_place_is_never_held() -> None:
+    found = filled(50_000, 60_000)
+    assert found.ask("s1", "s1", MAIN, 1.0)
+    found.look(1.0)
+    assert found.ask("s1 again", "s1", "child", 1.0), "its parent waits for it"
+    assert found.statistics(1.0).displaced == 1
+    assert not found.ask("s0", "s0", MAIN, 1.0)
+
+
+def test_a_session_that_has_not_begun_here_comes_as_a_displaced_one() -> None:
+    found = filled(90_000)
+    assert not found.ask("other", "other", MAIN, 0.0, tokens=5_000)
+    assert found.look(0.0) == [], "the one that is here is not larger than the budget"
+    found.over("s0")
+    assert [call.session for call in found.look(1.0)] == ["other"]
+    assert found.ask("third", "third", MAIN, 1.0, tokens=5_000)
+
+
+def test_a_lost_cache_gives_back_what_was_held() -> None:
+    found = filled(90_000)
+    assert not found.ask("other", "other", MAIN, 0.0, tokens=5_000)
+    assert [call.session for call in found.lost()] == ["other"]
+    figures = found.statistics(0.0)
+    assert (figures.held, figures.busy, figures.idle, figures.tokens) == (0, 0, 0, 0)
+
+
+def test_tokens_that_were_read_again_shrink_the_budget_unless_that_was_decided() -> None:
+    found = filled(30_000, s=600.0)
+    found.look(LOOK_S)
+    turn(found, "s0", 30_500, LOOK_S + 1, cached=0)
+    found.look(2 * LOOK_S)
+    assert found.feedback.scale == SHRINK
+    assert found.statistics(0.0).reread_unplanned == 30_000
+    found = filled(30_000, s=600.0)
+    found.look(LOOK_S)
+    found.cold()  # new weights
+    turn(found, "s0", 30_500, LOOK_S + 1, cached=0)
+    found.look(2 * LOOK_S)
+    assert found.feedback.scale == 1.0
+    assert found.statistics(0.0).reread_planned == 30_000
+
+
+def test_more_may_begin_only_while_somebody_waits_and_few_are_held() -> None:
+    found = filled(30_000, capacity=40_000, s=600.0)
+    for number in range(1, 4):
+        turn(found, "s0", 30_000 + number, 0.0, cached=30_000 + number - 1)
+        found.look(number * LOOK_S)
+    assert found.feedback.margin == START
+    assert not found.may_begin("pi", 3 * LOOK_S)
+    turn(found, "s0", 30_010, 3 * LOOK_S, cached=30_003)
+    found.look(4 * LOOK_S)
+    assert found.feedback.margin > START
+
+
+def test_fewer_may_begin_where_calls_are_held_often() -> None:
+    found = filled(60_000, 50_000)
+    for number in range(1, 30):
+        now = number * LOOK_S
+        found.look(now)
+        if not found.ask("s1", "s1", MAIN, now):
+            found.look(now + HOLD_S)
+        found.read("s1", MAIN, prompt=50_000, cached=0, seconds=5.0)
+        found.ended("s1", MAIN, tokens=50_000, now=now)
+    assert found.feedback.margin < START
+    assert found.feedback.scale == 1.0, "nothing was read again that was not decided"
+
+
+def test_places_are_lent_once_tools_take_long() -> None:
+    found = filled(20_000, 20_000, 20_000, 20_000)  # read in a second each: all of the cache in five
+    assert not found.may_begin("pi", 20.0), "idle once is no habit"
+    for number in range(1, 20):
+        found.look(number * LOOK_S)
+    assert found.feedback.lends
+    assert found.may_begin("pi", 19 * LOOK_S)
+    for number in range(4):
+        assert found.ask(f"s{number}", f"s{number}", MAIN, 20 * LOOK_S)
+    assert not found.may_begin("pi", 20 * LOOK_S), "a busy one is not idle"
+    found.read("s0", MAIN, prompt=20_000, cached=0, seconds=1.0)
+    assert found.statistics(0.0).reread_planned == 20_000
+
+
+def test_one_that_came_back_takes_a_place_that_is_lent() -> None:
+    found = filled(40_000, 40_000, 40_000)
+    for number in range(1, 20):
+        found.look(number * LOOK_S)
+    now = 20 * LOOK_S
+    assert found.statistics(now).displaced == 1
+    assert found.ask("s0", "s0", MAIN, now)
+    assert found.statistics(now).displaced == 1, "another one that is away made room"
+
+
+def test_a_session_that_left_without_a_word_is_forgotten() -> None:
+    found = filled(40_000)
+    found.look(LEASE_S + LOOK_S)
+    assert not found.has("s0")
+
+
+# ── sizes ─────────────────────────────────────────────────────────────────────
+
+
+def test_sizes_are_guessed_until_some_have_ended() -> None:
+    sizes = SessionSizes(guess=10_000)
+    growth = numpy.array([0.0, 9_999.0, 10_001.0])
+    assert list(sizes.expected([(0, 1.0)], growth)) == [0.0, 9_999.0, 0.0]
+    for _ in range(GUESSES):
+        sizes.add(2_000)
+    assert sizes.largest == 2_000
+    assert list(sizes.expected([(0, 1.0), (1_000, 0.5)], numpy.array([0.0, 900.0]))) == [500.0, 1_850.0]
+
+
+def test_the_part_of_sessions_that_reach_a_size() -> None:
+    sizes = SessionSizes(guess=0)
+    for tokens in (1_000, 2_000, 3_000, 4_000):
+        sizes.add(tokens)
+    (found,) = sizes.expected([(0, 1.0)], numpy.array([2_500.0]))
+    assert round(found) == 1_250, "half of four are larger"
+    (found,) = sizes.expected([(2_500, 1.0)], numpy.array([1_000.0]))
+    assert round(found) == 1_750 or round(found) == 1_167, "of the two that come this far"
+
+
+def test_the_speed_of_the_engine_is_that_of_its_long_reads() -> None:
+    feedback = Feedback()
+    feedback.read(100, 100, 3.0)
+    assert feedback.seconds_to_read(1_000) is None
+    for _ in range(50):
+        feedback.read(20_000, 10_000, 2.0)
+    assert feedback.seconds_to_read(50_000) == pytest.approx(10.0)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Sessions that begin, call, fork sub-agents and end in any order; time passes, and `look` is called when it
+    is due.
+    """
+
+    sessions = st.sampled_from([f"s{number}" for number in range(8)])
+    chains = st.sampled_from([MAIN, "child"])
+
+    @initialize(capacity=st.integers(1_000, 200_000))
+    def open(self, capacity: int) -> None:
+        self.found = Residency(capacity=capacity)
+        self.now = 0.0
+        self.begun: set[str] = set()
+        self.running: dict[tuple[str, str], int] = {}
+        self.held: dict[tuple[str, str], float] = {}
+
+    @rule(session=sessions)
+    def begin(self, session: str) -> None:
+        if session not in self.begun and self.found.may_begin("pi", self.now):
+            self.found.begin(session, "pi", self.now)
+            self.begun.add(session)
+
+    @rule(session=sessions, chain=chains)
+    def ask(self, session: str, chain: str) -> None:
+        if (session, chain) in self.running or (session, chain) in self.held:
+            return
+        self.begun.add(session)
+        if self.found.ask(f"{session}/{chain}", session, chain, self.now, tokens=1_000):
+            self.running[session, chain] = 1
+        else:
+            assert not any(each == session for each, _ in self.running), "its other call has a place"
+            self.held[session, chain] = self.now
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.integers(0, 80_000), cached=st.integers(0, 80_000))
+    def end(self, data: Any, tokens: int, cached: int) -> None:
+        session, chain = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[session, chain]
+        self.found.read(session, chain, prompt=tokens, cached=min(tokens, cached), seconds=1.0)
+        self.found.ended(session, chain, tokens=tokens, now=self.now)
+
+    @rule(session=sessions)
+    def over(self, session: str) -> None:
+        given = {(call.session, call.chain) for call in self.found.over(session)}
+        assert given == {each for each in self.held if each[0] == session}
+        for table in (self.running, self.held):
+            for each in [each for each in table if each[0] == session]:
+                del table[each]
+        self.begun.discard(session)
+
+    @rule()
+    def update(self) -> None:
+        self.found.cold()
+
+    @rule(seconds=st.floats(0, 40))
+    def wait(self, seconds: float) -> None:
+        until = self.now + seconds
+        while True:
+            for call in self.found.look(self.now):
+                assert self.held.pop((call.session, call.chain)) == call.since
+                self.running[call.session, call.chain] = 1
+            due = self.found.next_look(self.now)
+            if due > until:
+                break
+            self.now = max(due, self.now + 1e-6)
+        self.now = until
+
+    @invariant()
+    def nobody_is_held_beyond_the_bound(self) -> None:
+        for since in self.held.values():
+            assert self.now - since <= HOLD_S + 40.0 + 1e-3
+        figures = self.found.statistics(self.now)
+        assert figures.held == len(self.held)
+        assert figures.busy + figures.idle + figures.displaced <= len(self.begun)
+        assert 0.3 * figures.capacity - 1 <= figures.budget <= figures.capacity
+
+    @invariant()
+    def what_is_idle_fits_after_a_look(self) -> None:
+        self.found._valve(self.now)
+        figures = self.found.statistics(self.now)
+        staying = figures.busy + figures.idle
+        assert figures.tokens <= LEAVE * figures.budget or figures.idle <= 1 or staying <= 1 or figures.busy
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
