@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from typing import Any
+from weakref import WeakValueDictionary
 
 import trio
 from attrs import define, evolve, field, frozen
@@ -47,6 +48,7 @@ from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session import Session
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import SemaphoreStatistics
+from polarnode.support.waiting_line import Cohort
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,7 @@ class Scheduler:
     _ended: dict[str, LiveSessionStatus] = field(factory=dict, init=False)
     session_s: float = field(default=0.0, init=False)  # moving average of sessions that ended
     _images: dict[str, None] = field(factory=dict, init=False)
+    _cohorts: "WeakValueDictionary[str, Cohort]" = field(factory=WeakValueDictionary, init=False)
     _by_priority: tuple[float, Mapping[str, int]] = field(default=(-inf, {}), init=False)  # and when
 
     @_demand.default
@@ -164,6 +167,7 @@ class Scheduler:
     ) -> tuple[SessionOrder, ...]:
         found = self._admitted(spec)
         name, version = found.harness.name, found.harness.version
+        cohort = self._cohort(spec.group_id or task_id)
         return tuple(
             SessionOrder(
                 identity=self._identity(spec, task_id, index, session_id, name, version),
@@ -171,9 +175,16 @@ class Scheduler:
                 harness=found.harness,
                 evaluator=found.evaluator,
                 first_attempt=self.registry.homes.first_attempt(task_id),
+                cohort=cohort,
             )
             for index, session_id in session_ids.items()
         )
+
+    def _cohort(self, group_id: str) -> Cohort:
+        """A group's place at the stages, as old as the first of its sessions that are not over: a group may
+        be several tasks, and its name may come again.
+        """
+        return self._cohorts.setdefault(group_id, Cohort())
 
     def _identity(
         self,
@@ -251,6 +262,7 @@ class Scheduler:
             harness=found.harness,
             evaluator=found.evaluator,
             first_attempt=self.registry.homes.first_attempt(identity.task_id),
+            cohort=self._cohort(identity.group_id),
         )
 
     def replace(self, lost: Trajectory, order: SessionOrder) -> None:

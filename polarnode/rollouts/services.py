@@ -28,17 +28,21 @@ from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
 from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
+from polarnode.support.waiting_line import Cohort
 
 
 @frozen(kw_only=True)
 class SessionOrder:
-    """One session of a task: its identity, task and parts. `first_attempt`: from which its retries count."""
+    """One session of a task: its identity, task and parts. `first_attempt`: from which its retries count.
+    `cohort`: its group, whose sessions pass each stage together.
+    """
 
     identity: Identity
     spec: TaskSpec
     harness: Harness
     evaluator: Evaluator
     first_attempt: int = 0
+    cohort: Cohort = field(factory=Cohort, eq=False)
 
     @property
     def retries(self) -> int:

@@ -306,7 +306,7 @@ class Session:
     # ── scopes, slots and times ────────────────────────────────────────────────
 
     def _slot(self, stage: PrioritySemaphore) -> AbstractAsyncContextManager[None]:
-        return stage.slot(priority=self.order.spec.priority)
+        return stage.slot(priority=self.order.spec.priority, cohort=self.order.cohort)
 
     @contextmanager
     def _timed(self, phase: Literal["init_s", "ready_s", "run_s", "post_s"]) -> Iterator[None]:

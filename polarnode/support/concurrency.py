@@ -2,9 +2,9 @@
 background, and child processes.
 
 The semaphore is for stage limits: how many sessions may be in a stage at once. It wakes its waiters by
-priority, then by age. Trio's own limiters are first come, first served, and a trainer that raises the
-priority of a task expects its sessions to pass the waiting ones. A limit may change at any time; sessions
-already in the stage stay in it.
+priority, then by group and age (`waiting_line.py`). Trio's own limiters are first come, first served, and a
+trainer that raises the priority of a task expects its sessions to pass the waiting ones. A limit may change
+at any time; sessions already in the stage stay in it.
 
 A background service runs beside a block, outlives the block's users, and ends when the block ends. In one
 nursery a service and its users are cancelled together, and the users' teardown then finds no service
@@ -17,14 +17,12 @@ reader); teardown is bounded, shielded, and never raises. A program that makes a
 group: what must not escape belongs in a container.
 """
 
-import heapq
 import logging
 import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -32,6 +30,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.core.errors import PolarnodeError, Refused
+from polarnode.support.waiting_line import Cohort, WaitingLine
 
 T = TypeVar("T")
 
@@ -52,18 +51,19 @@ class SemaphoreStatistics:
 
 @define(eq=False)
 class PrioritySemaphore:
-    """At most `limit` holders; waiters enter by priority (0-100, higher first), then in order of arrival."""
+    """At most `limit` holders. Waiters enter by priority (0-100, higher first), those of one cohort together,
+    the oldest cohort first; without a cohort in order of arrival.
+    """
 
     limit: int
     held_back: str | None = field(default=None, init=False)
     _inside: int = field(default=0, init=False)
-    _waiting: list[tuple[int, int, trio.Event]] = field(factory=list, init=False)
-    _order: "count[int]" = field(factory=count, init=False)
+    _waiting: WaitingLine[trio.Event] = field(factory=WaitingLine, init=False)
 
     @asynccontextmanager
-    async def slot(self, *, priority: int) -> AsyncIterator[None]:
+    async def slot(self, *, priority: int, cohort: Cohort | None = None) -> AsyncIterator[None]:
         """Wait for a place in the stage and hold it for the block."""
-        await self._enter(priority)
+        await self._enter(priority, cohort or Cohort())
         try:
             yield
         finally:
@@ -74,32 +74,27 @@ class PrioritySemaphore:
         self.limit, self.held_back = limit, held_back
         while self._waiting and self._inside < self.limit:
             self._inside += 1
-            heapq.heappop(self._waiting)[2].set()
+            self._waiting.pop().set()
 
-    async def _enter(self, priority: int) -> None:
+    async def _enter(self, priority: int, cohort: Cohort) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._inside < self.limit and not self._waiting:
             self._inside += 1
+            self._waiting.begin(cohort)
             return
-        turn = (-priority, next(self._order), trio.Event())
-        heapq.heappush(self._waiting, turn)
+        turn = trio.Event()
+        self._waiting.add(turn, priority=priority, cohort=cohort)
         try:
-            await turn[2].wait()
+            await turn.wait()
         except trio.Cancelled:
-            self._give_up(turn)
+            if not self._waiting.discard(turn):  # the place was handed over in the tick of the cancellation
+                self._leave()
             raise
-
-    def _give_up(self, turn: tuple[int, int, trio.Event]) -> None:
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-            heapq.heapify(self._waiting)
-        else:  # the place was handed over in the tick of the cancellation
-            self._leave()
 
     def _leave(self) -> None:
         """Give the place to the next waiter, or free it when nobody waits or too many are inside."""
         if self._waiting and self._inside <= self.limit:
-            heapq.heappop(self._waiting)[2].set()
+            self._waiting.pop().set()
         else:
             self._inside -= 1
 

@@ -39,6 +39,8 @@ CARRIED = "tests/merge/test_merge_carried.py"
 THOUGHTS = "tests/merge/test_merge_thoughts.py"
 BY_TOKENS = "tests/merge/test_merge_by_tokens.py"
 REPEATS = "tests/core/test_repeats.py"
+LINE = "tests/support/test_waiting_line.py"
+ORDER = "tests/rollouts/test_group_order.py"
 LOOPS = "tests/gateway/test_model_plane_repeats.py"
 
 
@@ -908,6 +910,55 @@ REPEATED = rules(
     ),
 )
 
+WAITING = (
+    *rules(
+        "support.waiting_line",
+        (
+            "a group that has begun is like any other",
+            "        self._begun.add(cohort)\n",
+            "",
+            (f"{LINE}::test_a_group_that_has_begun_goes_before_an_older_one_that_has_not",),
+        ),
+        (
+            "who waits does not see that its group has begun",
+            "        for priority in self._waiting.get(cohort, ()):\n",
+            "        for priority in ():\n",
+            (f"{LINE}::test_the_members_of_a_group_enter_one_after_another",),
+        ),
+        ("the youngest group goes first", "cohort.age, cohort\n", "-cohort.age, cohort\n", (ORDER,)),
+        (
+            "the less urgent goes first",
+            "return -priority, cohort not",
+            "return priority, cohort not",
+            (LINE,),
+        ),
+        (
+            "a line keeps groups that are over",
+            "            self._heap.clear()",
+            "            pass",
+            (f"{LINE}::test_those_that_give_up_leave_nothing_behind",),
+        ),
+    ),
+    *rules(
+        "rollouts.scheduler",
+        (
+            "each task is a group of its own",
+            "self._cohorts.setdefault(group_id, Cohort())",
+            "Cohort()",
+            (ORDER,),
+        ),
+    ),
+    *rules(
+        "rollouts.session",
+        (
+            "sessions wait without their group",
+            "(priority=self.order.spec.priority, cohort=self.order.cohort)",
+            "(priority=self.order.spec.priority)",
+            (ORDER,),
+        ),
+    ),
+)
+
 MUTANTS = (
     *PATHS,
     *REFS,
@@ -922,4 +973,5 @@ MUTANTS = (
     *PARTS,
     *FLEET,
     *REPEATED,
+    *WAITING,
 )
