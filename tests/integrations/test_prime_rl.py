@@ -48,6 +48,14 @@ def test_ids_and_logprobs_are_the_engines(found: Any) -> None:
     assert found["episodes"]["one"]["output_tokens"] == 5
 
 
+def test_a_rollout_that_looped_is_truncated_and_trained(found: Any) -> None:
+    """verifiers counts as truncated only the limits whose names it knows."""
+    looped = found["episodes"]["looped"]
+    assert (looped["ok"], looped["truncated"]) == (True, ["max_turns", True])
+    assert rows(looped) == rows(found["episodes"]["one"])
+    assert found["episodes"]["one"]["truncated"][1] is False
+
+
 def test_a_teachers_logprobs_are_the_references_of_a_sample(found: Any) -> None:
     """prime-rl 559b44772, `trace_to_samples` (orchestrator/trajectories.py): `ref_logprobs` is the branch's."""
     [branch] = found["episodes"]["taught"]["branches"]

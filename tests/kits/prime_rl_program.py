@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 from areal_program import Absent
+from attrs import evolve
 from safetensors.torch import save_file
 from trainers_kit import make_turn, no_row, one_row, publish, taught, two_rows
 
 from polarnode.client import ClientError
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.integrations.rollout_tasks import SessionLost
 
 # what verifiers and prime-rl import and these functions do not use
@@ -42,7 +43,7 @@ UNUSED = (
     "ring_flash_attn",
 )
 PEFT_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-TASKS = ("one", "two", "sliced", "zero", "unscored", "lost", "wrong", "taught")
+TASKS = ("one", "two", "sliced", "zero", "unscored", "lost", "wrong", "taught", "looped")
 
 
 def sliced(**more: Any) -> Trajectory:
@@ -58,6 +59,7 @@ SESSIONS = {
     "two": two_rows(session_id="two", reward=0.25, lineage_rewards={1: 0.0}),
     "sliced": sliced(session_id="sliced", reward=0.5),
     "zero": one_row(session_id="zero", reward=0.0),
+    "looped": evolve(one_row(session_id="looped"), outcome=Outcome(status="timeout", clock="repeats")),
     "taught": taught(one_row(session_id="taught")),
     "unscored": no_row(session_id="unscored", status="failed"),
 }
@@ -116,6 +118,7 @@ def told(episode: Any) -> dict[str, Any]:
         "ok": episode.ok,
         "errors": [f"{error.type}: {error.message}" for error in trace.errors],
         "reward": trace.reward,
+        "truncated": [trace.stop_condition, trace.is_truncated],
         "turns": trace.num_turns,
         "output_tokens": trace.num_output_tokens,
         "branches": [
