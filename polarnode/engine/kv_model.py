@@ -156,6 +156,7 @@ class _Tree:
         node.parent.children[upper.keys[0]] = upper
         node.keys, node.parent = node.keys[at:], upper
         upper.children[node.keys[0]] = node
+        self._use(node, next(self._uses))  # as in SGLang, though nobody asked for this part
         return upper
 
 
@@ -256,6 +257,17 @@ class KvModel:
     def forget(self, pages: Sequence[Hashable]) -> None:
         """A prefix that is not needed soon: it is evicted before others."""
         self._tree.age(pages)
+
+    def flush(self) -> None:
+        """Drop every prefix that nobody reads."""
+        self._tree.evict(self._tree.pages)
+
+    def sampled(self, request: str) -> int:
+        """Tokens that a running request has sampled; 0 of any other, and of one that was retracted what it
+        had.
+        """
+        running = self._running.get(request)
+        return 0 if running is None else running.sampled
 
     @property
     def used(self) -> int:
@@ -375,7 +387,8 @@ class KvModel:
 
     def _enter(self) -> None:
         """Let requests in, first come first served, while the entry rule lets them and the next chunk has
-        room. One that was refused waits until somebody leaves.
+        room. One that was refused waits until somebody leaves. Nothing is evicted before all of them hold
+        what they found.
         """
         page = self.constants.page
         left = self.constants.chunk - sum(each.unread for each in self._reading)
@@ -389,9 +402,8 @@ class KvModel:
             if not self._fits(unread, request, there):
                 self._tree.hold(node, -1)
                 self._full = self.running > 0
-                return
+                break
             self._waiting.popleft()
-            self._tree.evict(-(-(unread - self._free()) // page))
             request.node, request.unread, request.own = node, unread, unread
             if not request.began:
                 request.cached = pages * page
@@ -399,6 +411,7 @@ class KvModel:
             self._own += unread
             left -= unread
             self._reading.append(request)
+        self._tree.evict(-(self._free() // page))
 
     def _fits(self, unread: int, request: _Request, there: int) -> bool:
         """The entry rule. One that is alone needs no more than its prompt: what it may sample was bounded."""

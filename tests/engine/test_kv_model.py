@@ -72,6 +72,42 @@ def test_what_others_share_does_not_grow_old_with_a_forgotten_session() -> None:
     assert cached(found, "a", pages(("system", 304), ("a", 160))) == 448
 
 
+def test_what_a_pass_found_is_held_before_anything_is_evicted() -> None:
+    """Three sessions that come back at once: the first one's room must not come of what the others found."""
+    found = model(1_150)
+    for name in "abc":
+        cached(found, name, pages((name, 240)))
+    cached(found, "young", pages(("young", 304)))
+    for name in "abc":
+        keys = pages((name, 240), (f"{name}2", 96))
+        found.submit(name, keys, prompt=336, sample=PAGE, max_new=PAGE, now=0.0)
+    began = {event.request: event.cached for event in played(found) if event.kind == "began"}
+    assert began == {"a": 240, "b": 240, "c": 240}
+
+
+def test_the_rest_of_a_prefix_that_is_split_is_as_young_as_its_beginning() -> None:
+    """SGLang's own oddity: who asks for half of an old prefix makes all of it young."""
+    found = model(1_000)
+    for name in "abc":
+        cached(found, name, pages((name, 304)))
+    assert cached(found, "x", pages(("a", 160)), sample=PAGE) == 144
+    assert cached(found, "d", pages(("d", 304))) == 0
+    assert cached(found, "a", pages(("a", 304))) == 288
+
+
+def test_a_flush_leaves_what_is_read() -> None:
+    found = model(10_000)
+    cached(found, "a", pages(("a", 304)))
+    found.submit("b", pages(("b", 304)), prompt=304, sample=400, max_new=400, now=0.0)
+    while not found.sampled("b"):
+        due = found.next_time()
+        assert due is not None
+        found.advance(due)
+    found.flush()
+    assert found.used == 304 + found.sampled("b") - 1
+    assert found.sampled("a") == 0
+
+
 def test_the_next_chunk_is_found_by_those_who_wait_for_it() -> None:
     """A long prompt is read in chunks, and whoever enters meanwhile finds those that were read."""
     found = KvModel(KvConstants(capacity=10_000, page=PAGE, chunk=512))
