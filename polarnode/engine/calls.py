@@ -95,6 +95,7 @@ def to_generate(order: GenerateOrder, *, context_length: int, adapter: str = "")
         constraint_after=None if order.constraint is None else order.constraint_after,
         routed_from=order.routed_from,
         adapter=adapter,
+        session=order.affinity,
     )
 
 

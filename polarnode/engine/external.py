@@ -35,6 +35,7 @@ from polarnode.engine.protocol import (
     Experts,
     Failed,
     Fatal,
+    Forget,
     FrameDecoder,
     Generate,
     Load,
@@ -202,6 +203,8 @@ class Serving:
             case Abort(rid=rid):
                 if rid in self._calls:
                     self._calls[rid].cancel()
+            case Forget():
+                pass  # servers that somebody else runs evict by themselves
             case Pause() | Continue():
                 nursery.start_soon(self._hold, message)
             case _:

@@ -170,7 +170,9 @@ class Simulation:
     """The simulated engine's model: the speed of one GPU, and the shape of the random answers.
 
     The defaults approximate a 30B mixture of experts on one H100. `tokens_per_s` is for one request; 0, also
-    for the prefill, means without delay.
+    for the prefill, means without delay. With `kv_tokens` all requests share one cache and one GPU
+    (`kv_model.py`), `tokens_per_s` is of one request alone with a short context, and `first_token_s` is not
+    used, because what it stands for is modelled.
     """
 
     tokens_per_s: float = 80.0
@@ -182,6 +184,15 @@ class Simulation:
     calling_turns: int = 29
     chunk_tokens: int = 16  # tokens a chunk
     seed: int = 0
+    # tokens of KV cache; 0: as many as are wanted, and prefills that do not wait for each other
+    kv_tokens: int = 0
+    kv_page: int = 64  # tokens that are found or evicted together
+    kv_chunk: int = 8192  # prompt tokens that are read at once
+    # of past before a token, which double the time of its prefill; infinite: attention costs nothing
+    kv_past_tokens: float = 28_000.0
+    kv_request_s: float = 5e-5  # seconds that each further request adds to a step of sampling
+    kv_context_s: float = 5.9e-8  # seconds that each token of context adds to it
+    speed: float = 1.0  # seconds of an engine with kv_tokens that pass in a second
 
 
 @frozen(kw_only=True)
@@ -209,7 +220,7 @@ class Generate:
     `top_logprobs` alternatives come with each token; `processor` is a logit processor in SGLang's
     spelling; the constraint among the sampling parameters begins after `constraint_after`, where that is
     set. `routed_from`: the first position whose experts are reported. `adapter`: the version that samples, of
-    those that were loaded; empty: the base.
+    those that were loaded; empty: the base. `session`: whose prefix this is, so that `Forget` can name it.
     """
 
     rid: str
@@ -220,6 +231,7 @@ class Generate:
     constraint_after: int | None = None
     routed_from: int | None = None
     adapter: str = ""
+    session: str = ""
 
 
 @frozen(kw_only=True)
@@ -237,6 +249,15 @@ class Abort:
     """Stop a generation or the scoring of a row; its end still comes. Unknown or finished ids are ignored."""
 
     rid: str
+
+
+@frozen(kw_only=True)
+class Forget:
+    """What is cached of a session may go before that of others; it has no answer. A session that calls again
+    is remembered again.
+    """
+
+    session: str
 
 
 @frozen(kw_only=True)
@@ -390,7 +411,7 @@ class Fatal:
     message: str
 
 
-ToHost = Start | Generate | Score | Abort | Pause | Continue | Update | Shutdown
+ToHost = Start | Generate | Score | Abort | Forget | Pause | Continue | Update | Shutdown
 ToNode = Ready | Piece | Routed | Scored | Failed | Done | Load | Waiting | Fatal
 Message = ToHost | ToNode
 

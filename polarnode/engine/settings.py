@@ -38,6 +38,7 @@ RESERVED = frozenset(
         "mem_fraction_static", "max_total_tokens", "max_running_requests",
         "enable_return_routed_experts", "enable_memory_saver", "enable_weights_cpu_backup", "enable_lora",
         "lora_paths", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras",
+        "enable_session_radix_cache",
     }
 )  # fmt: skip
 
@@ -80,6 +81,7 @@ class EngineSettings:
     to others; weights are then discarded (`discard`) or kept in main memory (`backup`). `lora_rank`: the
     largest rank of an adapter, 0: none are taken; `lora_modules` are the layers that adapters may change, and
     `lora_slots` of them are sampled by at once, in memory of the GPU that is taken at the start.
+    `session_cache`: prefixes of sessions that still call are evicted after all others.
     """
 
     model_path: Path
@@ -100,6 +102,7 @@ class EngineSettings:
     lora_rank: int = 0
     lora_modules: tuple[str, ...] = LORA_MODULES
     lora_slots: int = 8
+    session_cache: bool = False
     # the environment variable that holds the key of external servers
     key_env: str | None = "POLARNODE_ENGINE_KEY"
     extra: Mapping[str, Json] = field(factory=dict)
@@ -123,6 +126,11 @@ def check(settings: EngineSettings) -> None:
         raise _wrong("memory_saver lends the memory of GPUs, and this engine has none: leave it out")
     if settings.lora_rank and (reason := unadapted(settings)):
         raise _wrong(reason)
+    if settings.session_cache and settings.external is not None:
+        raise _wrong(
+            "session_cache is for the node's own engine, and no session ids are sent to others: leave it out"
+            " with --engine URL"
+        )
     if settings.simulated is not None or settings.external is not None:
         return
     if settings.device == "cpu" and (settings.gpus or settings.tp != 1):
@@ -255,6 +263,8 @@ def engine_arguments(settings: EngineSettings, *, nccl_port: int, index: int = 0
                 **({"lora_backend": "torch_native"} if settings.device == "cpu" else {}),
             }
         )
+    if settings.session_cache:
+        wanted["enable_session_radix_cache"] = True
     if settings.memory_saver != "off":
         wanted.update(
             {"enable_memory_saver": True, "enable_weights_cpu_backup": settings.memory_saver == "backup"}

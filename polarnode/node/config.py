@@ -28,6 +28,8 @@ from polarnode.fleet.join_token import read_join_token
 ENVIRONMENT_PREFIX = "POLARNODE_"
 MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a judge and of a teacher
+KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # of a simulated engine
+LEAST_KV = 1024  # tokens of a simulated KV cache
 OWN_ENGINES = ("sglang", "simulated")
 TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
 
@@ -378,9 +380,20 @@ def _check_simulated(simulation: Simulation) -> None:
     for name in ("max_running", "answer_tokens", "chunk_tokens"):
         if getattr(simulation, name) < 1:
             raise ConfigError(f"simulated.{name} must be at least 1")
-    for name in ("tokens_per_s", "first_token_s", "prefill_tokens_per_s", "calling_turns"):
-        if getattr(simulation, name) < 0:
+    for name in ("tokens_per_s", "first_token_s", "prefill_tokens_per_s", "calling_turns", *KV_SETTINGS):
+        if not getattr(simulation, name) >= 0:
             raise ConfigError(f"simulated.{name} must be 0 or more")
+    for name in ("kv_page", "kv_chunk"):
+        if getattr(simulation, name) < 1:
+            raise ConfigError(f"simulated.{name} must be at least 1")
+    for name in ("kv_past_tokens", "speed"):
+        if not getattr(simulation, name) > 0:
+            raise ConfigError(f"simulated.{name} must be more than 0")
+    if simulation.kv_tokens and simulation.kv_tokens < LEAST_KV:
+        raise ConfigError(
+            f"simulated.kv_tokens {simulation.kv_tokens} holds no harness's prompt: give at least {LEAST_KV},"
+            " or 0 for as many as are wanted"
+        )
 
 
 def _check_external(config: NodeConfig) -> None:

@@ -42,6 +42,15 @@ def test_its_settings_are_a_table_of_the_file_or_of_the_environment() -> None:
         ("[simulated]\nmax_running = 0", "simulated.max_running must be at least 1"),
         ("[simulated]\ntokens_per_s = -1", "simulated.tokens_per_s must be 0 or more"),
         ("[simulated]\ntokens = 1", "tokens"),
+        (
+            "[simulated]\nkv_tokens = 1000",
+            "kv_tokens 1000 holds no harness's prompt: give at least 1024, or 0",
+        ),
+        ("[simulated]\nkv_tokens = -1", "simulated.kv_tokens must be 0 or more"),
+        ("[simulated]\nkv_page = 0", "simulated.kv_page must be at least 1"),
+        ("[simulated]\nkv_context_s = -1", "simulated.kv_context_s must be 0 or more"),
+        ("[simulated]\nspeed = 0", "simulated.speed must be more than 0"),
+        ("[simulated]\nkv_past_tokens = nan", "simulated.kv_past_tokens must be more than 0"),
     ],
 )
 def test_settings_that_can_not_work_are_named(toml: str, sentence: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from array import array
 from base64 import b64encode
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -148,6 +149,18 @@ def test_an_order_is_spelled_for_sglang() -> None:
     late = request(evolve(order, constraint_after=9))
     assert late["sampling_params"]["custom_params"] == {AFTER: 9}
     assert late["require_reasoning"]
+    named = evolve(order, session="s1")
+    assert "session_id" not in request(named)  # SGLang would look for a session that was opened
+    assert request(named, sessions=True)["session_id"] == "s1"
+    assert "session_id" not in request(order, sessions=True)
+
+
+async def test_an_engine_that_knows_no_sessions_is_not_told_of_one_that_is_forgotten() -> None:
+    """It would answer with a warning; test_engine_cache_real.py has one that does."""
+    engine = SimpleNamespace(server_args=SimpleNamespace(enable_session_radix_cache=False))
+    found = control.Control(engine=engine, version="0")
+    assert not found.sessions
+    await found.forget("s1")
 
 
 # ── routed experts, as SGLang 0.5.23 sends them: int32 in base64, [positions, layers, experts a token] ──

@@ -12,6 +12,7 @@ from polarnode.engine.settings import (
     CPU_MAX_TOKENS,
     CPU_MIN_TOKENS,
     EngineSettings,
+    External,
     Simulated,
     check,
     cpu_tokens,
@@ -77,6 +78,23 @@ def test_a_mixture_can_tell_its_experts(model: Path, config: dict[str, Any]) -> 
     assert on_gpu["enable_return_routed_experts"] is True
     assert "chunked_prefill_size" not in on_gpu
     assert "enable_return_routed_experts" not in engine_arguments(make(model), nccl_port=1)
+
+
+def test_sessions_are_known_to_the_cache_where_it_was_asked_for(model: Path) -> None:
+    asked = make(model, session_cache=True)
+    check(asked)
+    assert engine_arguments(asked, nccl_port=1)["enable_session_radix_cache"] is True
+    assert "enable_session_radix_cache" not in engine_arguments(make(model), nccl_port=1)
+    with pytest.raises(EngineError, match="enable_session_radix_cache: use the dedicated setting"):
+        check(make(model, extra={"enable_session_radix_cache": True}))
+    with pytest.raises(EngineError, match="session_cache is for the node's own engine"):
+        check(
+            make(
+                model,
+                session_cache=True,
+                external=External(urls=("http://a:1",), vocab_size=9, context_length=9),
+            )
+        )
 
 
 def test_what_has_no_experts_is_not_asked_to_tell_them(model: Path) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -19,8 +19,8 @@ from polarnode.cli.doctor import servers
 from polarnode.core.errors import ConfigError, EngineError
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.engine.engines import open_engines
-from polarnode.engine.external import Unfit, Wanted, connect
-from polarnode.engine.protocol import Experts, Failed, Generate, ToNode
+from polarnode.engine.external import Serving, Unfit, Wanted, connect
+from polarnode.engine.protocol import Experts, Failed, Forget, Generate, ToNode
 from polarnode.engine.routing import DEATHS, Deaths, followed
 from polarnode.engine.settings import EngineSettings, External
 from polarnode.node.config import NodeConfig, read_config
@@ -224,6 +224,14 @@ def test_a_vocabulary_is_compared_by_words_of_all_ranks(tmp_path: Path) -> None:
     found = engine_settings(config, tmp_path, model).external
     assert found is not None
     assert (found.words, found.vocab_size) == (words, model.tokenizer.vocab_size)
+
+
+async def test_a_session_that_is_forgotten_is_no_concern_of_others_servers() -> None:
+    """Nothing is sent, and nothing is refused: which prefixes such a server keeps is its own affair."""
+    serving: Any = Serving(cast(Any, None), cast(Any, None))
+    async with trio.open_nursery() as nursery:
+        serving._handle(Forget(session="s1"), nursery)
+    assert serving._outbox == []
 
 
 # ── decisions ─────────────────────────────────────────────────────────────────

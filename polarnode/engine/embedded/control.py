@@ -56,8 +56,10 @@ UNUSED_INTERVAL = 0.02  # seconds between looks at whether an adapter's last req
 NOTHING_TO_SAMPLE = "the constraint leaves nothing to sample: no text can match it from here on"
 
 
-def request(order: Generate) -> dict[str, Any]:
-    """The arguments of `Engine.async_generate` that an order decides."""
+def request(order: Generate, *, sessions: bool = False) -> dict[str, Any]:
+    """The arguments of `Engine.async_generate` that an order decides. `sessions`: the engine evicts the
+    prefixes of sessions that call no more before others.
+    """
     late = order.constraint_after is not None
     return {
         "input_ids": array("i", order.prompt).tolist(),
@@ -77,6 +79,8 @@ def request(order: Generate) -> dict[str, Any]:
         "stream": True,
         # SGLang's word for the name under which it was loaded
         **({"lora_path": order.adapter} if order.adapter else {}),
+        # without session-aware eviction SGLang takes this for a session that somebody opened before
+        **({"session_id": order.session} if sessions and order.session else {}),
     }
 
 
@@ -359,6 +363,22 @@ class Control:
         )
         self.version = version
         return await self._act("drop")
+
+    # ── sessions ──────────────────────────────────────────────────────────────
+
+    @property
+    def sessions(self) -> bool:
+        """Whether the engine keeps the prefixes of sessions before others."""
+        return bool(self._engine.server_args.enable_session_radix_cache)
+
+    async def forget(self, session: str) -> None:
+        """Drop a session's references to its prefixes. Nothing is freed: they go first when room is needed.
+        An engine that does not know sessions evicts by age alone.
+        """
+        if self.sessions:
+            from sglang.srt.managers.io_struct import CloseSessionReqInput
+
+            await self._manager.close_session(CloseSessionReqInput(session_id=session))
 
     async def _act(self, action: str) -> Outcome:
         """Send an action to the `Keeper` in every scheduler (`weights.py`)."""

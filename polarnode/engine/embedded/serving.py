@@ -27,6 +27,7 @@ from polarnode.engine.protocol import (
     Experts,
     Failed,
     Fatal,
+    Forget,
     FrameDecoder,
     Generate,
     Load,
@@ -101,6 +102,8 @@ class Serving:
                 if rid in self._calls:
                     # before it was sent the request is dropped, after it SGLang aborts it by its id
                     self._calls[rid].cancel()
+            case Forget(session=session):
+                self._start(self._control.forget(session))
             case _:
                 if not isinstance(message, Order):
                     raise ValueError(f"the node may not send {type(message).__name__} here")
@@ -156,7 +159,8 @@ class Serving:
                 " --routed-experts"
             )
         # cached keys and values of other weights must not be found: the version is their salt
-        chunks = await self._engine.async_generate(**request(order), cache_salt=self._control.version)
+        arguments = request(order, sessions=self._control.sessions)
+        chunks = await self._engine.async_generate(**arguments, cache_salt=self._control.version)
         length, constrained = len(order.prompt) // 4, not CONSTRAINTS.isdisjoint(order.sampling)
         async for chunk in chunks:
             sampled, meta = chunk["output_ids"], chunk["meta_info"]

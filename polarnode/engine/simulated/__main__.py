@@ -19,6 +19,7 @@ from polarnode.engine.checkpoints import manifest
 from polarnode.engine.embedded import lifeline
 from polarnode.engine.protocol import Fatal, FrameDecoder, Marks, Ready, Simulation, Start, encode
 from polarnode.engine.simulated.answers import Answers, load_vocabulary
+from polarnode.engine.simulated.cache import KV_ASIDE, SimulatedCache
 from polarnode.engine.simulated.serving import Serving, Updates
 
 
@@ -76,11 +77,12 @@ async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     answers = Answers(
         vocabulary=load_vocabulary(Path(arguments["model_path"])), marks=marks, settings=settings
     )
+    context, most = arguments["context_length"], settings.kv_tokens
     ready = Ready(
         vocab_size=arguments["vocab_size"],
-        context_length=arguments["context_length"],
-        capacity=arguments["context_length"],
-        max_total_tokens=arguments["context_length"] * settings.max_running,
+        context_length=context,
+        capacity=min(context, most - KV_ASIDE) if most else context,
+        max_total_tokens=most or context * settings.max_running,
         weight_version=arguments["weight_version"],
         sglang_version="simulated",
     )
@@ -93,6 +95,7 @@ async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         settings=settings,
         ready=ready,
         updates=updates,
+        cache=SimulatedCache(settings) if most else None,
     )
 
 

@@ -4,13 +4,14 @@ As in the real host every request gets exactly one end and every control call on
 time of all requests, so that a thousand of them cost a heap and no tasks; what is due together leaves in one
 frame. Prefix-cache hits are estimated from hashes of every BLOCK tokens. Weight updates obey the same orders
 and are refused for the same reasons where those can be seen without torch; of a payload only its pickle
-header is looked at.
+header is looked at. Where `kv_tokens` bounds the cache, `cache.py` says what is found and when tokens come.
 """
 
 import asyncio
 import heapq
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ from polarnode.engine.protocol import (
     Continue,
     Done,
     Failed,
+    Forget,
     FrameDecoder,
     Generate,
     JoinGroup,
@@ -52,6 +54,7 @@ from polarnode.engine.protocol import (
     encode_all,
 )
 from polarnode.engine.simulated.answers import Answers, RandomAnswer, simulated_scores
+from polarnode.engine.simulated.cache import Progress, SimulatedCache
 
 BLOCK = 256  # tokens: a prompt of 30 000 is 120 hashes, some 0.2 ms
 KEPT = 1 << 16  # blocks, the latest used: 16 million tokens, more than the cache of any one GPU
@@ -176,6 +179,7 @@ class Serving:
     settings: Simulation
     ready: Ready
     updates: Updates
+    cache: SimulatedCache | None = None
     _requests: dict[str, SimulatedRequest] = field(factory=dict, init=False)
     _scores: dict[str, asyncio.TimerHandle] = field(factory=dict, init=False)  # rows that are read
     # bounded by the calls the node has in flight
@@ -219,6 +223,9 @@ class Serving:
                 self._outbox.append(Failed(rid=rid, message="the row was given up", retryable=True))
             case Abort(rid=rid):
                 self._abort(rid)
+            case Forget(session=session):
+                if self.cache is not None:
+                    self.cache.forget(session)
             case _:
                 if not isinstance(message, Pause | Continue | Update):
                     raise ValueError(f"the node may not send {type(message).__name__} here")
@@ -238,6 +245,8 @@ class Serving:
             if order.adapter and order.adapter not in self.updates.adapters:
                 raise ValueError(f"adapter version {order.adapter} is not loaded")
             answer = self.answers.answer(order)
+            if self.cache is not None:
+                self.cache.require(len(order.prompt) // 4 + len(answer.ids))
         except ValueError as error:
             self._outbox.append(Failed(rid=order.rid, message=str(error), retryable=False))
             return
@@ -273,6 +282,9 @@ class Serving:
             request = self._waiting.popleft()
             if request.over:
                 continue
+            if self.cache is not None:
+                self._share(self.cache, request, now)
+                continue
             self._running += 1
             request.cached = self._prefixes.cached(request.order.prompt, request.order.adapter)
             rate = self.settings.prefill_tokens_per_s
@@ -280,8 +292,34 @@ class Serving:
             request.begun = now + self.settings.first_token_s + prefill
             self._schedule(request)
 
+    def _share(self, cache: SimulatedCache, request: SimulatedRequest, now: float) -> None:
+        """Let a request wait, be read and be sampled among the others of one cache."""
+        order = request.order
+        moved = cache.submit(
+            order.rid,
+            array("i", order.prompt),
+            request.answer.ids,
+            max_new=int(str(order.sampling["max_new_tokens"])),
+            salt=f"{self.updates.version} {order.adapter}",
+            session=order.session,
+            now=now,
+        )
+        self._send_moved(moved)
+
+    def _send_moved(self, moved: Sequence[Progress]) -> None:
+        """The pieces of requests that have come further."""
+        for each in moved:
+            request = self._requests[each.rid]
+            request.cached = each.cached
+            while each.over or each.sampled - request.sent >= self.settings.chunk_tokens:
+                self._outbox.append(self._piece(request))
+                if request.over:
+                    break
+
     def _schedule(self, request: SimulatedRequest) -> None:
         """The time when the next chunk is complete: a chunk's tokens are sampled one by one."""
+        if self.cache is not None:
+            return
         rate = self.settings.tokens_per_s
         last = min(request.sent + self.settings.chunk_tokens, len(request.answer.ids))
         heapq.heappush(
@@ -291,6 +329,8 @@ class Serving:
     def _abort(self, rid: str) -> None:
         request = self._requests.get(rid)
         if request is not None:
+            if self.cache is not None:
+                self.cache.abort(rid)
             self._outbox.append(
                 Piece(rid=rid, ids=b"", logprobs=b"", version=self._version(request.order), finish="abort")
             )
@@ -317,13 +357,20 @@ class Serving:
             if self._outbox:
                 await self._flush()
                 continue
-            frozen = self._paused_at is not None or not self._due
-            alarm = None if frozen else loop.call_at(self._due[0][0], self._wake.set)
+            due = None if self._paused_at is not None else self._next_due()
+            alarm = None if due is None else loop.call_at(due, self._wake.set)
             await self._wake.wait()
             if alarm is not None:
                 alarm.cancel()
 
+    def _next_due(self) -> float | None:
+        if self.cache is not None:
+            return self.cache.due()
+        return self._due[0][0] if self._due else None
+
     def _send_due(self, now: float) -> None:
+        if self.cache is not None and self._paused_at is None:
+            self._send_moved(self.cache.advance(now))
         while self._due and self._due[0][0] <= now and self._paused_at is None:
             request = heapq.heappop(self._due)[2]
             if not request.over:
@@ -351,10 +398,11 @@ class Serving:
 
     async def _tell_load(self) -> None:
         while True:
+            cache, running = self.cache, self._running if self.cache is None else self.cache.running
             load = Load(
-                running=self._running,
-                waiting=len(self._requests) - self._running,
-                token_usage=self._running / self.settings.max_running,
+                running=running,
+                waiting=len(self._requests) - running,
+                token_usage=running / self.settings.max_running if cache is None else cache.usage,
                 weight_version=self.updates.version,
                 max_running=self.settings.max_running,
             )
@@ -382,6 +430,8 @@ class Serving:
         done = self.updates.obey(message)
         if isinstance(message, CheckUpdate) and message.flush:
             self._prefixes.clear()
+            if self.cache is not None:
+                self.cache.flush()
         return done
 
     def _pause(self) -> None:
@@ -393,6 +443,8 @@ class Serving:
         if self._paused_at is not None:
             late = asyncio.get_running_loop().time() - self._paused_at
             self._paused_at = None
+            if self.cache is not None:
+                self.cache.delay(late)
             for _, _, request in self._due:
                 request.begun += late
             # all by the same: still a heap
