@@ -468,6 +468,7 @@ def _read(
         operation=found.operation,
         query=request.query,
         memory=session.memory,
+        parts=session.parts,
     )
     read = found.dialect.read(body, envelope)
     limits.check_conversation(read.conversation, body_bytes=len(body))

@@ -28,6 +28,7 @@ from polarnode.merge.attach import RESUMED
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras
 from polarnode.providers.contract import Fault
+from polarnode.providers.read_parts import ReadParts
 from polarnode.support.bounded import remember
 from polarnode.support.metrics import NodeCounters
 
@@ -231,6 +232,7 @@ class LiveSession:
     counters: Counters = field(factory=Counters, init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
+    parts: ReadParts = field(factory=ReadParts, init=False)
     histories: KnownHistories = field(factory=KnownHistories, init=False)
     over: bool = field(default=False, init=False)
     spent_clock: SpentClock | None = field(default=None, init=False)

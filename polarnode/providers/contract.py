@@ -18,6 +18,7 @@ from attrs import field, frozen
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Delta, Json, ModelRequest, Usage
 from polarnode.core.errors import Busy, ContextTooLong, Refused, shortened
+from polarnode.providers.read_parts import ReadParts
 
 # ── requests and answers ────────────────────────────────────────────────────────────
 
@@ -150,7 +151,8 @@ class Envelope:
     """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, if the
     path has one; `query` is verbatim.
 
-    `stream`: whether the path asks for a stream, in the one API whose path decides that.
+    `stream`: whether the path asks for a stream, in the one API whose path decides that. `parts` are those of
+    its session's earlier requests.
     """
 
     headers: Mapping[str, str] = field(factory=dict)
@@ -159,6 +161,7 @@ class Envelope:
     operation: Operation = "generate"
     query: str = ""
     memory: Memory = NoMemory()
+    parts: ReadParts = field(factory=ReadParts)
 
 
 @frozen

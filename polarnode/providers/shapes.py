@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
+import numpy
 import orjson
 
 from polarnode.core.codec.json import dump_json, read_json, structure
 from polarnode.core.codec.limits import SEED
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
+from polarnode.providers.read_parts import ReadParts
 
 T = TypeVar("T")
 
@@ -41,13 +43,15 @@ _ESCAPES = re.compile(
 )
 
 
-def read_body(body: bytes, shape: type[T]) -> tuple[T, tuple[str, ...]]:
-    """The body as a `shape`, and the paths of its top-level fields that the shape does not have. Raises
-    Refused with a path.
+def read_body(body: bytes, shape: type[T], parts: ReadParts | None = None) -> tuple[T, tuple[str, ...]]:
+    """The body as a `shape`, and the paths of its top-level fields that the shape does not have. `parts` are
+    those that its session sent before. Raises Refused with a path.
     """
     value = read_value(body)
-    found = structure(value, shape)
-    return found, _unknown(value, shape) if isinstance(value, dict) else ()
+    if not isinstance(value, dict):
+        return structure(value, shape), ()
+    found = structure(value, shape) if parts is None else parts.structure(value, shape)
+    return found, _unknown(value, shape)
 
 
 def read_value(body: bytes) -> Json:
@@ -66,9 +70,17 @@ def read_value(body: bytes) -> Json:
         if mended == body:
             raise
         value = read_json(mended)
-    if body.count(b"[") + body.count(b"{") > NESTED and not _writable(value):
+    if _opened(body) > NESTED and not _writable(value):
         raise Refused("the JSON is nested too deeply: flatten it", path=_deepest(value))
     return value
+
+
+def _opened(body: bytes) -> int:
+    """How many brackets and braces open in a body. `bytes.count` takes six times as long: 60 us of a body of
+    66 KB.
+    """
+    # of all bytes, these two alone become a brace so
+    return int(numpy.count_nonzero((numpy.frombuffer(body, numpy.uint8) | 0x20) == ord("{")))
 
 
 def _writable(value: Json) -> bool:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 import orjson
-from attrs import define, field
+from attrs import define, field, frozen
 from cattrs import BaseValidationError, Converter, ForbiddenExtraKeysError
 from cattrs.errors import ClassValidationError, IterableValidationError, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn, override
@@ -185,9 +185,19 @@ def _mapping_hook(shape: Any, converter: Converter) -> Hook:
     return structure_mapping
 
 
+@frozen
+class AlreadyRead:
+    """A part of a list that was read before, in its place: it is taken as it is."""
+
+    value: Any
+
+
 def _each(items: Any, hook: Hook, inner: Any, shape: Any) -> list[Any]:
     found = []
     for index, item in items:
+        if type(item) is AlreadyRead:
+            found.append(item.value)
+            continue
         try:
             found.append(hook(item, inner))
         except (BaseValidationError, Refused) as error:

@@ -36,6 +36,7 @@ class Anthropic:
             headers=envelope.headers,
             model=envelope.model,
             counting=envelope.operation == "count_tokens",
+            parts=envelope.parts,
         )
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:

@@ -58,6 +58,7 @@ from polarnode.providers.anthropic.shapes import (
     UserMessage,
 )
 from polarnode.providers.anthropic.write import inward
+from polarnode.providers.read_parts import ReadParts
 from polarnode.providers.shapes import compact, not_text, paragraphs, read_body, unseen
 from polarnode.providers.volatile import without_lines, without_volatile
 
@@ -289,11 +290,18 @@ _HINTS = {
 }
 
 
-def read(body: bytes, *, headers: Mapping[str, str], model: str | None, counting: bool) -> ModelRequest:
+def read(
+    body: bytes,
+    *,
+    headers: Mapping[str, str],
+    model: str | None,
+    counting: bool,
+    parts: ReadParts | None = None,
+) -> ModelRequest:
     """Read a Messages body, or (`counting`) a count_tokens body. Raises Refused with the path of the
     field.
     """
-    request, unknown = read_body(body, MessagesRequest)
+    request, unknown = read_body(body, MessagesRequest, parts)
     if request.max_tokens is None and not counting:
         raise Refused("max_tokens is missing: it is required", path="$.max_tokens")
     listed = _tools(request)

@@ -53,6 +53,7 @@ from polarnode.providers.google.shapes import (
     respelled,
 )
 from polarnode.providers.google.write import inward, of_signature
+from polarnode.providers.read_parts import ReadParts
 from polarnode.providers.shapes import compact, not_text, paragraphs, read_value, unseen
 from polarnode.providers.volatile import without_volatile
 
@@ -408,7 +409,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     """Read a generateContent body, or a countTokens body of either form. Raises Refused with the path of the
     field.
     """
-    request, ignored = _request(body)
+    request, ignored = _request(body, envelope.parts)
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
     declared = tools((request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ())
     choice, notes = tool_choice(request.toolConfig, declared)
@@ -435,13 +436,15 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     )
 
 
-def _request(body: bytes) -> tuple[GenerateRequest, tuple[str, ...]]:
+def _request(body: bytes, parts: ReadParts) -> tuple[GenerateRequest, tuple[str, ...]]:
     value = read_value(body)
     counting = isinstance(value, dict) and any(camel(name) == "generateContentRequest" for name in value)
     if counting:
         spelled, unknown = respelled(value, CountRequest)
         return structure(spelled, CountRequest).generateContentRequest, unknown
     spelled, unknown = respelled(value, GenerateRequest)
+    if isinstance(spelled, dict):
+        return parts.structure(spelled, GenerateRequest), unknown
     return structure(spelled, GenerateRequest), unknown
 
 

@@ -30,7 +30,7 @@ class OpenAIChat:
     name: str = "openai_chat"
 
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
-        return read(body, headers=envelope.headers, model=envelope.model)
+        return read(body, headers=envelope.headers, model=envelope.model, parts=envelope.parts)
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
         return write.whole(call, answers, usage)

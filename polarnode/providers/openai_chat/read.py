@@ -33,6 +33,7 @@ from polarnode.providers.openai_chat.shapes import (
 )
 from polarnode.providers.openai_chat.tools import read_call, read_choice, read_tools
 from polarnode.providers.openai_chat.write import DETAILS, detail_refs, wants_details
+from polarnode.providers.read_parts import ReadParts
 from polarnode.providers.shapes import as_tuple, compact, not_text, paragraphs, read_body, unseen
 from polarnode.providers.volatile import without_volatile
 
@@ -182,9 +183,11 @@ def _flag(request: ChatRequest, name: str) -> bool | None:
 # ── read ────────────────────────────────────────────────────────────
 
 
-def read(body: bytes, *, headers: Mapping[str, str], model: str | None) -> ModelRequest:
+def read(
+    body: bytes, *, headers: Mapping[str, str], model: str | None, parts: ReadParts | None = None
+) -> ModelRequest:
     """Read a Chat Completions body. Raises Refused with the path of the field."""
-    request, unknown = read_body(body, ChatRequest)
+    request, unknown = read_body(body, ChatRequest, parts)
     listed = read_tools(request.tools or ())
     messages, volatile = without_volatile(tuple(_message(shape) for shape in request.messages))
     choice = read_choice(request.tool_choice, listed.tools)

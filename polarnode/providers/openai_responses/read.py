@@ -416,7 +416,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     """Read a Responses body, or one whose conversation is to be compacted or counted. Raises Refused with the
     path of the field.
     """
-    request, unknown = read_body(body, ResponsesRequest)
+    request, unknown = read_body(body, ResponsesRequest, envelope.parts)
     if request.model is None and envelope.operation == "generate":
         raise Refused("model is missing: it is required", path="$.model")
     items = list(_items(request, envelope.memory))

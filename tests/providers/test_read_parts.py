@@ -1,0 +1,114 @@
+"""A part that was read before is the same value as one that is read, and nothing else is taken for it."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polarnode.core.codec.json import structure
+from polarnode.core.errors import Refused
+from polarnode.providers.anthropic.shapes import MessagesRequest
+from polarnode.providers.openai_chat.shapes import ChatRequest
+from polarnode.providers.openai_responses.shapes import ResponsesRequest
+from polarnode.providers.read_parts import _REQUESTS, ReadParts
+from polarnode.providers.shapes import read_body
+
+USER: Any = {"role": "user", "content": "hi"}
+CALL: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SAID: Any = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT: Any = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "r"}]}
+
+
+def body(*messages: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": list(messages), **fields}
+
+
+def read(parts: ReadParts, value: Any, shape: type[Any] = ChatRequest) -> Any:
+    return parts.structure(value, shape)
+
+
+messages = st.lists(
+    st.one_of(
+        st.sampled_from([USER, SAID, RESULT]),
+        st.builds(lambda text: {"role": "user", "content": text}, st.text(max_size=3)),
+        st.builds(lambda text: {"role": "system", "content": text}, st.text(max_size=3)),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(messages, min_size=1, max_size=6))
+def test_a_request_is_read_as_if_it_were_the_first(requests: list[list[Any]]) -> None:
+    parts = ReadParts()
+    for each in requests:
+        value = body(*each)
+        assert read(parts, json.loads(json.dumps(value))) == structure(value, ChatRequest)
+
+
+def test_what_was_read_is_not_read_again() -> None:
+    parts = ReadParts()
+    first = read(parts, body(USER, SAID))
+    second = read(parts, body(USER, SAID, RESULT))
+    assert second.messages[:2] == first.messages
+    assert all(one is other for one, other in zip(first.messages, second.messages, strict=False))
+    third = read(parts, body({**USER, "content": "Hi"}, SAID, RESULT))
+    assert third.messages[0] is not first.messages[0]
+    assert third.messages[1] is first.messages[1]
+
+
+def test_a_part_of_another_shape_or_list_is_read() -> None:
+    parts = ReadParts()
+    chat = read(parts, body(USER))
+    messages = read(parts, body(USER, max_tokens=3), MessagesRequest)
+    assert type(messages.messages[0]) is not type(chat.messages[0])
+    assert type(messages.messages[0]).__module__.endswith("anthropic.shapes")
+
+
+def test_parts_that_stay_json_are_never_replaced() -> None:
+    parts = ReadParts()
+    value = {"model": "m", "input": [USER, SAID]}
+    for _ in range(2):
+        assert read(parts, value, ResponsesRequest).input == (USER, SAID)
+
+
+def test_interleaved_agents_are_all_remembered_and_the_oldest_is_forgotten() -> None:
+    parts = ReadParts()
+    agents = [{"role": "user", "content": f"agent {number}"} for number in range(_REQUESTS + 1)]
+    first = [read(parts, body(each)).messages[0] for each in agents]
+    again = [read(parts, body(each, SAID)).messages[0] for each in reversed(agents)]
+    assert [one is other for one, other in zip(first, reversed(again), strict=True)] == [False] + [
+        True
+    ] * _REQUESTS
+
+
+@pytest.mark.parametrize("wrong", [{"role": "user", "content": 3}, {"role": "nobody"}, "text", None, [], 3])
+def test_a_refusal_names_the_same_field_and_nothing_of_it_is_kept(wrong: Any) -> None:
+    parts = ReadParts()
+    read(parts, body(USER))
+    with pytest.raises(Refused) as expected:
+        structure(body(USER, wrong), ChatRequest)
+    for _ in range(2):
+        with pytest.raises(Refused) as refused:
+            read(parts, body(USER, wrong))
+        assert (refused.value.path, str(refused.value)) == (expected.value.path, str(expected.value))
+
+
+def test_a_body_too_deep_to_be_written_is_read_whole() -> None:
+    deep: Any = {}
+    for _ in range(300):
+        deep = {"a": deep}
+    parts = ReadParts()
+    value = body(USER, {**SAID, "extra": deep})
+    assert read(parts, value) == structure(value, ChatRequest)
+
+
+def test_a_session_s_bodies_are_read_with_its_parts() -> None:
+    parts = ReadParts()
+    first, unknown = read_body(json.dumps(body(USER, odd=1)).encode(), ChatRequest, parts)
+    second, _ = read_body(json.dumps(body(USER, SAID)).encode(), ChatRequest, parts)
+    assert unknown == ("$.odd",)
+    assert second.messages[0] is first.messages[0]
