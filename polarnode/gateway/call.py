@@ -1,10 +1,11 @@
-"""One model call of a session: the machine `Exchange` is driven here, beside a task that sends and one that
-watches for a disconnect.
+"""One model call of a session: the machine `Exchange` is driven here; a stream is sent by a task beside it.
 
-The three are separate tasks, so that a client that stops reading never delays a record, and a session that
-closes never waits for a client. Invariants: whatever ends a call early, its turn is recorded synchronously
-before anything else is awaited. A cancellation is swallowed only where this module made it. Leaving the
-engine's block aborts the generation.
+The two are separate tasks, so that a client that stops reading never delays a record, and a session that
+closes never waits for a client. A whole response is recorded before it is sent, after the call has left its
+session, so it needs one task. The connection calls when its client has left.
+
+Invariants: whatever ends a call early, its turn is recorded synchronously before anything else is awaited. A
+cancellation is swallowed only where this module made it. Leaving the engine's block aborts the generation.
 
 A stream ends properly or not at all: returning without the last body message makes Hypercorn cut the
 connection without the terminal chunk, which a client sees as a broken stream. Keep-alives are the dialect's
@@ -56,6 +57,7 @@ from polarnode.gateway.call_events import (
 from polarnode.gateway.live_sessions import Attempt, LiveSession, wait_ended
 from polarnode.gateway.machine import EMPTY_ANSWER, Exchange, Terms
 from polarnode.http.asgi import Responder, wait_disconnected
+from polarnode.http.connections import Departure
 from polarnode.merge.attach import Plan
 from polarnode.providers.contract import Dialect, ModelCallInfo, Reply, ServedModel
 from polarnode.support.concurrency import ThreadShare
@@ -295,32 +297,44 @@ class ModelCall:
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _answered: bool = field(default=False, init=False)  # the response is an answer, not a fault
     _finished: bool = field(default=False, init=False)  # the last outgoing command is in the outbox
-    _watching: trio.CancelScope = field(factory=trio.CancelScope, init=False)
-    # for the client of a cut call: sent after the call has left its session
+    # sent after the call has left its session: a whole response, or what the client of a cut stream is sent
     _last_words: list[Outgoing] = field(factory=list, init=False)
-    _outbox: "trio.MemorySendChannel[Outgoing]" = field(init=False)
-    _sending: "trio.MemoryReceiveChannel[Outgoing]" = field(init=False)
+    # of a stream, whose chunks are sent beside the call; a whole response needs no second task
+    _outbox: "trio.MemorySendChannel[Outgoing] | None" = field(default=None, init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self._outbox, self._sending = trio.open_memory_channel(OUTBOX)
-
-    async def run(self, receive: ASGIReceiveCallable) -> None:
-        """Answer the request, whose body has been read."""
+    async def run(self, receive: ASGIReceiveCallable, departure: Departure | None) -> None:
+        """Answer the request, whose body has been read. Without a `departure` its `receive` is watched."""
         with self.incoming.session.retries.attempt(self.incoming.name) as self._attempt:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch, receive)
-                nursery.start_soon(self._drive)
-                await deliver(
-                    self._sending, self.responder, pacing=self.model.pacing, on_quiet=self._keep_alive
-                )
-                if self._answered and self.responder.delivered:
-                    self._attempt.delivered()
-                self._watching.cancel()
+            if departure is None:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch, receive)
+                    await self._answer()
+                    nursery.cancel_scope.cancel()
+            else:
+                departure.then = self._scope.cancel
+                if departure.left:
+                    self._scope.cancel()
+                try:
+                    await self._answer()
+                finally:
+                    departure.then = None
+            if self._answered and self.responder.delivered:
+                self._attempt.delivered()
 
     async def _watch(self, receive: ASGIReceiveCallable) -> None:
-        with self._watching:
-            await wait_disconnected(receive)
-            self._scope.cancel()
+        await wait_disconnected(receive)
+        self._scope.cancel()
+
+    async def _answer(self) -> None:
+        if not self.incoming.request.stream:
+            await self._drive()
+            await _sent(self._last_words, self.responder)
+            return
+        outbox, sending = trio.open_memory_channel[Outgoing](OUTBOX)
+        self._outbox = outbox
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._drive_stream, outbox)
+            await deliver(sending, self.responder, pacing=self.model.pacing, on_quiet=self._keep_alive)
 
     def _keep_alive(self) -> list[Outgoing]:
         commands = [] if self._exchange is None else self._exchange.receive(Quiet())
@@ -328,27 +342,31 @@ class ModelCall:
 
     # ── driving the machine ─────────────────────────────────────────────
 
-    async def _drive(self) -> None:
-        with self._outbox:  # closing it at the end stops the sender
-            await wait_ended(self._attempt.earlier)
-            if self._scope.cancel_called:
-                return  # the client left before anything was planned
-            session, samples = self.incoming.session, self.incoming.request.choices
-            # No checkpoint before the plan: no other call can spend the remaining budget in between.
-            refusal = session.refusal(self.incoming.request.conversation.messages, samples=samples)
-            wall, undelivered = self.model.now(), self._attempt.take_over()
-            event: Event | None = Requested(
-                at=trio.current_time(), wall=wall, refusal=refusal, undelivered=undelivered
-            )
-            exchange = self._exchange = Exchange(self._terms(wall))
-            with session.call(self._scope, samples=samples if refusal is None else 0):
-                try:
-                    while event is not None:
-                        event = await self._carry_out(exchange, exchange.receive(event))
-                finally:
-                    self._settle(exchange)
+    async def _drive_stream(self, outbox: "trio.MemorySendChannel[Outgoing]") -> None:
+        with outbox:  # closing it at the end stops the sender
+            await self._drive()
             for command in self._last_words:
-                await self._outbox.send(command)
+                await outbox.send(command)
+
+    async def _drive(self) -> None:
+        if self._attempt.earlier:
+            await wait_ended(self._attempt.earlier)
+        if self._scope.cancel_called:
+            return  # the client left before anything was planned
+        session, samples = self.incoming.session, self.incoming.request.choices
+        # No checkpoint before the plan: no other call can spend the remaining budget in between.
+        refusal = session.refusal(self.incoming.request.conversation.messages, samples=samples)
+        wall, undelivered = self.model.now(), self._attempt.take_over()
+        event: Event | None = Requested(
+            at=trio.current_time(), wall=wall, refusal=refusal, undelivered=undelivered
+        )
+        exchange = self._exchange = Exchange(self._terms(wall))
+        with session.call(self._scope, samples=samples if refusal is None else 0):
+            try:
+                while event is not None:
+                    event = await self._carry_out(exchange, exchange.receive(event))
+            finally:
+                self._settle(exchange)
 
     def _terms(self, wall: float) -> Terms:
         incoming, session = self.incoming, self.incoming.session
@@ -416,6 +434,9 @@ class ModelCall:
         """Queue a command for the client, without a checkpoint where there is room: every chunk was already
         awaited.
         """
+        if self._outbox is None:
+            self._last_words.append(command)
+            return
         try:
             self._outbox.send_nowait(command)
         except trio.WouldBlock:

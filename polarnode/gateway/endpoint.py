@@ -1,8 +1,8 @@
 """The model endpoint: the providers' routes for harnesses that hold a session's key, and the recording of
 requests.
 
-It is plain ASGI because the status of a response is chosen as late as its first bytes, and one request is
-three tasks around one exchange; a framework's response object would cut that in two. It serves nothing that a
+It is plain ASGI because the status of a response is chosen as late as its first bytes, and a stream is two
+tasks around one exchange; a framework's response object would cut that in two. It serves nothing that a
 trainer uses.
 
 Invariants. Every response has the provider's own shape, refusals included. No request with a right key is
@@ -50,6 +50,7 @@ from polarnode.http.asgi import (
     TooLarge,
     TooSlow,
     announced_length,
+    departure_of,
     drained,
     header_map,
     read_body,
@@ -323,7 +324,7 @@ class ModelPlane:
                 case Reply():
                     await responder.reply(answer)
                 case Incoming():
-                    await ModelCall(self.model, answer, responder).run(receive)
+                    await ModelCall(self.model, answer, responder).run(receive, departure_of(scope))
                 case _:
                     assert_never(answer)
         finally:

@@ -22,7 +22,7 @@ from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 from polarnode.core.codec.json import read_json
 from polarnode.core.codec.limits import BODY_VALUES, check_body_size, check_nesting
 from polarnode.core.conversation import Json
-from polarnode.http.connections import WRITES, ConnectionWrites, admit
+from polarnode.http.connections import DEPARTURE, WRITES, ConnectionWrites, Departure, admit
 from polarnode.providers.contract import Reply
 
 # ── browsers ────────────────────────────────────────────────────────────
@@ -291,6 +291,11 @@ async def wait_disconnected(receive: ASGIReceiveCallable) -> None:
 def writes_of(scope: HTTPScope) -> ConnectionWrites | None:
     """The writes of a request's connection; None under a server other than `open_server`'s."""
     return cast("dict[str, ConnectionWrites]", scope.get("state") or {}).get(WRITES)
+
+
+def departure_of(scope: HTTPScope) -> Departure | None:
+    """The departure of a request's client; None under a server other than `open_server`'s."""
+    return cast("dict[str, Departure]", scope.get("state") or {}).get(DEPARTURE)
 
 
 @define(eq=False)

@@ -23,7 +23,10 @@ import trio
 from attrs import define, field
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
-from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.events import Body, Request, StreamClosed
+from hypercorn.protocol.events import Event as StreamEvent
+from hypercorn.protocol.h11 import STREAM_ID, H11Protocol
+from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
@@ -68,6 +71,7 @@ ADDRESSES: Final = 4096  # remembered, 200 bytes each; who has so many has a new
 # the key of `ConnectionWrites` in a request's scope["state"]
 WRITES: Final = "polarnode.writes"
 PLACE: Final = "polarnode.place"  # the key of a connection's `Place` in a request's scope["state"]
+DEPARTURE: Final = "polarnode.departure"  # the key of its `Departure` in a request's scope["state"]
 
 
 @define(eq=False)
@@ -260,6 +264,38 @@ class _Parser(h11.Connection):
         return super().next_event()
 
 
+@define(eq=False)
+class Departure:
+    """Whether the client of one request has left, or has its whole response. `then` is called when that
+    happens, synchronously; a task that waits for it costs 60 us a request.
+    """
+
+    left: bool = False
+    then: Callable[[], object] | None = None
+
+    def note(self) -> None:
+        self.left = True
+        if self.then is not None:
+            self.then()
+
+
+class Stream(HTTPStream):
+    """Hypercorn's request, whose app is also informed of a disconnect without waiting for it."""
+
+    async def handle(self, event: StreamEvent) -> None:
+        if isinstance(event, StreamClosed) and not self.closed:
+            self.departure.note()
+        await super().handle(event)
+
+    async def end_body(self, data: bytes) -> None:
+        """The last bytes of the body, with its end."""
+        await self.app_put({"type": "http.request", "body": data, "more_body": False})
+
+    @property
+    def departure(self) -> Departure:
+        return cast(Departure, self.scope["state"][DEPARTURE])
+
+
 class Http1(H11Protocol):
     """Hypercorn's HTTP/1.1, which never becomes HTTP/2 or a WebSocket, and refuses with a sentence.
 
@@ -273,16 +309,73 @@ class Http1(H11Protocol):
         super().__init__(*arguments)
         self.connection = _Parser(h11.SERVER, max_incomplete_event_size=HEADERS_BYTES)
 
-    async def _check_protocol(self, event: h11.Request) -> None:
-        """Nothing: an upgrade to HTTP/2 is not taken, as the standard allows."""
-
     async def _create_stream(self, request: h11.Request) -> None:
         status = unserved(request)
-        if status is None:
-            await super()._create_stream(request)
-        else:
+        if status is not None:
             await self._send_error_response(status, bodiless=request.method == b"HEAD")
             await self.send(Closed())
+            return
+        self.stream = Stream(
+            self.app,
+            self.config,
+            self.context,
+            self.task_group,
+            self.ssl,
+            self.client,
+            self.server,
+            self.stream_send,
+            STREAM_ID,
+        )
+        await self.stream.handle(
+            Request(
+                stream_id=STREAM_ID,
+                headers=list(request.headers),
+                http_version=request.http_version.decode(),
+                method=request.method.decode("ascii").upper(),
+                raw_path=request.target,
+                state=ConnectionState({**self.connection_state, DEPARTURE: Departure()}),
+            )
+        )
+        self.keep_alive_requests += 1
+        await self.context.mark_request()
+
+    async def _handle_events(self) -> None:
+        """As in Hypercorn, but the last bytes of a body come with its end, which wakes its app once less."""
+        held: bytes | None = None
+        while True:
+            if self.connection.they_are_waiting_for_100_continue:
+                await self._send_h11_event(
+                    h11.InformationalResponse(status_code=100, headers=self.config.response_headers("h11"))
+                )
+            try:
+                event = self.connection.next_event()
+            except h11.RemoteProtocolError as error:
+                await self._pass_on(held)
+                if self.connection.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+                    await self._send_error_response(error.error_status_hint)
+                await self.send(Closed())
+                return
+            if isinstance(event, h11.EndOfMessage) and isinstance(self.stream, Stream):
+                await self.stream.end_body(held or b"")
+                held = None
+                continue
+            await self._pass_on(held)
+            held = None
+            if isinstance(event, h11.Request):
+                await self.send(Updated(idle=False))
+                await self._create_stream(event)
+            elif event is h11.PAUSED:
+                await self.can_read.clear()
+                await self.can_read.wait()
+            elif isinstance(event, h11.Data) and self.stream is not None:
+                held = bytes(event.data)
+            else:  # more is needed, or nothing comes
+                return
+
+    async def _pass_on(self, data: bytes | None) -> None:
+        """Some of a body, of which more follows."""
+        if data is not None and self.stream is not None:
+            await self.stream.handle(Body(stream_id=STREAM_ID, data=data))
 
     async def _send_error_response(self, status_code: int, *, bodiless: bool = False) -> None:
         headers, body = _refusal(status_code)

@@ -49,8 +49,8 @@ class ReadParts:
         parts: dict[int, Any] = {}
         for name, some in numbers.items():
             read = getattr(found, names[name]) if name in names else ()
-            # A shape that joins or drops parts cannot be recalled part by part. A part that stays JSON was not
-            # read, and could not be told from one that was.
+            # A shape that joins or drops parts cannot be recalled part by part. A part that stays JSON was
+            # not read, and could not be told from one that was.
             whole = isinstance(read, tuple | list) and len(read) == len(some)
             if whole and all(attrs.has(type(part)) for part in read):
                 parts.update(zip(some, read, strict=True))

@@ -25,6 +25,7 @@ from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.gateway import endpoint
 from polarnode.gateway.call import INLINE_CHARS, OUTBOX, KeepAlivePacing
+from polarnode.http.connections import DEPARTURE, WRITES, ConnectionWrites, Departure
 
 VOCAB = model().tokenizer.vocab_size
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -698,3 +699,51 @@ async def test_a_cancelled_node_records_what_it_has(autojump_clock: trio.testing
         await asgi.request(here.app, CHAT, chat_body(stream=True))
     assert [(turn.state, list(turn.sampled)) for turn in here.turns] == [("partial", spelled("Half a "))]
     assert (engine.running, here.s1.in_flight) == (0, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_closes_its_socket_ends_its_call(stream: bool) -> None:
+    """The connection calls when its client has left; the call is recorded, and its connection serves no more."""
+    engine = HandEngine()
+    here = stage(engine)
+    asked = chat_body(stream=stream)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-s1\r\ncontent-length: {len(asked)}\r\n\r\n"
+    async with served(here.app) as base:
+        host, _, port = base.removeprefix("http://").partition(":")
+        with trio.fail_after(30):
+            client = await trio.open_tcp_stream(host, int(port))
+            # in three parts, of which the last ends the body
+            for part in (head.encode(), asked[:10], asked[10:]):
+                await client.send_all(part)
+                await trio.testing.wait_all_tasks_blocked(0.01)
+            await engine.asked.wait()
+            engine.give("Half a ")
+            await engine.took.wait()
+            await client.aclose()
+            await engine.left.wait()
+    assert [(turn.state, list(turn.sampled)) for turn in here.turns] == [("partial", spelled("Half a "))]
+
+
+async def test_a_client_that_left_while_its_body_was_read_is_never_generated_for() -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    departure = Departure(left=True)
+    scope: Any = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": CHAT,
+        "query_string": b"",
+        "headers": [(b"authorization", b"Bearer key-s1")],
+        "state": {WRITES: ConnectionWrites(broken=True), DEPARTURE: departure},
+    }
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": chat_body(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(f"nobody is there for {message}")
+
+    with trio.fail_after(30):
+        await here.app(scope, receive, send)
+    assert (engine.orders, here.turns, departure.then) == ([], [], None)
