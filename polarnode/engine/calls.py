@@ -190,8 +190,9 @@ class Call:
             ]
         self._ids += sampled
         self._logprobs += floats(piece.logprobs)
-        self._alternatives += piece.alternative_ids
-        self._likelihoods += piece.alternative_logprobs
+        if piece.alternative_ids:
+            self._alternatives += piece.alternative_ids
+            self._likelihoods += piece.alternative_logprobs
         self._cached = max(self._cached, piece.cached_tokens)
         self._served_cached = max(self._served_cached, piece.cached_tokens)
         self._finish = piece.finish
@@ -209,9 +210,11 @@ class Call:
             ("a token", piece.ids, piece.logprobs),
             ("an alternative", piece.alternative_ids, piece.alternative_logprobs),
         ):
+            if not sampled:
+                continue
             # Most pieces are one token, for which numpy takes ten times as long. Read without a sign, an id
             # below 0 is above everything; a sum is finite if all of its float32 are.
-            largest = max(memoryview(sampled).cast("I"), default=0)
+            largest = max(memoryview(sampled).cast("I"))
             if self.vocab_size is not None and largest >= self.vocab_size:
                 return f"{name} outside the vocabulary of {self.vocab_size} tokens"
             if not isfinite(sum(memoryview(logprobs).cast("f"))):

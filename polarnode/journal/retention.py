@@ -118,15 +118,11 @@ class Moment:
 
 def stored_bytes(db: sqlite3.Connection) -> int:
     """Bytes of pages in use. The file may be larger; its free pages are reused first."""
-    return _pages(db)[0]
+    return page_bytes(db)[0]
 
 
-def free_bytes(db: sqlite3.Connection) -> int:
-    """Bytes of the file's free pages, which are reused before it grows."""
-    return _pages(db)[1]
-
-
-def _pages(db: sqlite3.Connection) -> tuple[int, int]:
+def page_bytes(db: sqlite3.Connection) -> tuple[int, int]:
+    """`stored_bytes`, and bytes of the file's free pages, which are reused before it grows."""
     pages, free, size = (
         int(db.execute(f"PRAGMA {name}").fetchone()[0])
         for name in ("page_count", "freelist_count", "page_size")

@@ -23,10 +23,9 @@ from polarnode.journal.retention import (
     Moment,
     acknowledged_seq,
     came_at,
-    free_bytes,
+    page_bytes,
     positions,
     prune,
-    stored_bytes,
 )
 from polarnode.journal.schema import transaction
 from polarnode.journal.values import Progress, Retention, Waiting
@@ -231,12 +230,13 @@ class Writer:
         (pruned,) = self.db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
         consumers = positions(self.db)
         acknowledged = acknowledged_seq(consumers, self.waiting())
+        stored, free = page_bytes(self.db)
         return Progress(
             entries=self._done_entries,
             last_seq=last[0] if last else 0,
             first_seq=pruned + 1,
-            stored_bytes=stored_bytes(self.db),
-            free_bytes=free_bytes(self.db),
+            stored_bytes=stored,
+            free_bytes=free,
             disk_free=shutil.disk_usage(self.path.parent).free,
             consumers=consumers,
             acknowledged_seq=acknowledged,

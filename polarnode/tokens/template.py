@@ -133,6 +133,10 @@ class TokenRoom:
         return encode(text)
 
 
+# What a template writes between control tokens (a role, a line's end) is the same in every prompt.
+MARK_CHARS: Final = 16
+MARK_BYTES: Final = 64 << 10  # kept of them and of other short texts: some hundred
+
 # ── template ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -169,6 +173,7 @@ class Template:
         init=False, default=Factory(lambda self: _pattern(self.tokenizer.control), takes_self=True)
     )
     _tokenized: TokenizationCache = field(init=False, factory=TokenizationCache)
+    _marks: TokenizationCache = field(init=False, factory=lambda: TokenizationCache(MARK_BYTES))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -287,9 +292,12 @@ class Template:
                 text, encode = rendered.guard.show(piece), self.tokenizer.encode_plain
                 if bounded is not None:
                     encode = partial(bounded.encode, encode=encode, before=len(encoded))
-                encoded.extend(
-                    self._tokenized.ids(text, encode) if again and len(text) >= SHORTEST else encode(text)
-                )
+                if len(text) <= MARK_CHARS:
+                    encoded.extend(self._marks.ids(text, encode))
+                else:
+                    encoded.extend(
+                        self._tokenized.ids(text, encode) if again and len(text) >= SHORTEST else encode(text)
+                    )
             if bounded is not None and piece:
                 bounded.check(len(encoded), share=chars / len(rendered.text))
         return encoded

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message, Tool, ToolCall
 from polarnode.core.errors import ContextTooLong, Refused
-from polarnode.tokens.template import WHOLE_CHARS, Suffix, Template
-from polarnode.tokens.tokenizer import load_tokenizer
+from polarnode.node.config import TINY_MODEL
+from polarnode.tokens.template import MARK_CHARS, WHOLE_CHARS, Suffix, Template, load_model
+from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 
 MODERATE = settings(
     max_examples=60,
@@ -453,3 +454,26 @@ def test_stop_ids_are_the_familys(model: kit.Model) -> None:
         model.tokenizer.control[kit.END],
         model.tokenizer.control["<|endoftext|>"],
     )
+
+
+def test_what_a_template_writes_between_control_tokens_is_encoded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = load_model(TINY_MODEL).template
+    encoded: list[str] = []
+    encode = LoadedTokenizer.encode_plain
+
+    def counting(tokenizer: LoadedTokenizer, text: str) -> list[int]:
+        encoded.append(text)
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(LoadedTokenizer, "encode_plain", counting)
+    long = "a text that is longer than a mark"
+    asked = Conversation(messages=(Message(role="user", text=long),))
+    first = template.root(asked)
+    assert any(len(text) <= MARK_CHARS for text in encoded)
+    encoded.clear()
+    again = template.root(asked)
+    assert encoded
+    assert all(long in text for text in encoded)
+    assert first == again
