@@ -2,10 +2,11 @@
 
     python benchmarks/kv_real.py [--kv-tokens 6000] [--seconds 40] [--loads 1,4] [--seed 1] [--json FILE]
 
-First the machine's constants are measured: how fast a prompt is read, what its past costs, how long a step of
-sampling takes and what each further request and each token of context adds. Then the same closed loop of
-sessions runs on the engine, and in virtual time on `engine/kv_model.py` with those constants: sampled tokens a
-second, and the share of known prompt tokens that the cache had.
+Before and after each load the machine's constants are measured, because others use it too: how fast a prompt is
+read, what its past costs, how long a step of sampling takes and what each further request and each token of
+context adds. The same closed loop of sessions runs on the engine, and in virtual time on `engine/kv_model.py`
+with the means of those constants: sampled tokens a second, and the share of known prompt tokens that the cache
+had.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any, Final
 from uuid import uuid4
 
 import trio
-from attrs import asdict, define, field
+from attrs import asdict, define, evolve, field
 
 from polarnode.core.conversation import Sampling
 from polarnode.core.ports import GenerateOrder
@@ -96,6 +97,27 @@ async def measured(engines: Engines, kv_tokens: int) -> tuple[KvConstants, float
         most_running=CPU_RUNNING,
     )
     return constants, max(short - linear * n1 - square * n1 * n1, 0.0)
+
+
+def between(before: tuple[KvConstants, float], after: tuple[KvConstants, float]) -> tuple[KvConstants, float]:
+    """The means of two measurements: of times, so harmonic ones of what is per second."""
+    one, other = before[0], after[0]
+
+    def mean(name: str) -> float:
+        return (float(getattr(one, name)) + float(getattr(other, name))) / 2
+
+    def rate(name: str) -> float:
+        return 2 / (1 / float(getattr(one, name)) + 1 / float(getattr(other, name)))
+
+    constants = evolve(
+        one,
+        prefill_tokens_per_s=rate("prefill_tokens_per_s"),
+        past_tokens=rate("past_tokens"),
+        step_s=mean("step_s"),
+        request_s=mean("request_s"),
+        context_s=mean("context_s"),
+    )
+    return constants, (before[1] + after[1]) / 2
 
 
 # ── the same load twice ────────────────────────────────────────────────────────────
@@ -229,15 +251,24 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
             max_total_tokens=options.kv_tokens,
         )
         async with open_engines(settings) as engines:
-            constants, overhead_s = await measured(engines, options.kv_tokens)
-            found: dict[str, Any] = {"constants": asdict(constants), "overhead_s": round(overhead_s, 4)}
+            found: dict[str, Any] = {}
+            before = await measured(engines, options.kv_tokens)
             fits = options.kv_tokens / (FIRST + (RESULT + SAMPLE) * (TURNS - 1) / 2)
             for load in map(float, options.loads.split(",")):
                 count = max(1, round(load * fits))
                 real = await really(engines, count, options.seconds, options.seed)
+                after = await measured(engines, options.kv_tokens)
+                constants, overhead_s = between(before, after)
                 model = predicted(constants, overhead_s, count, options.seconds, options.seed)
                 share = round(real["tokens_per_s"] / model["tokens_per_s"], 3)
-                found[f"{load:g}x"] = {"sessions": count, "real": real, "predicted": model, "ratio": share}
+                found[f"{load:g}x"] = {
+                    "sessions": count,
+                    "constants": {**asdict(constants), "overhead_s": overhead_s},
+                    "real": real,
+                    "predicted": model,
+                    "ratio": share,
+                }
+                before = after
                 print(json.dumps({f"{load:g}x": found[f"{load:g}x"]}), flush=True)
     return found
 

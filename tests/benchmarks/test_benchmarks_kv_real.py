@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
+from attrs import evolve
+
 from benchmarks import kv_real
 from polarnode.engine.kv_model import KvConstants
 
@@ -40,3 +43,11 @@ def test_a_session_grows_by_its_calls_and_begins_again() -> None:
         session.next_prompt()
     assert len(session.next_prompt()) == len(first)
     assert session.known == 0
+
+
+def test_constants_between_two_measurements_are_means_of_times() -> None:
+    slow = evolve(SMALL, prefill_tokens_per_s=8_000, step_s=0.008)
+    constants, overhead_s = kv_real.between((SMALL, 0.01), (slow, 0.02))
+    assert constants.prefill_tokens_per_s == pytest.approx(12_800)
+    assert (constants.step_s, overhead_s) == (pytest.approx(0.006), pytest.approx(0.015))
+    assert constants.past_tokens == pytest.approx(SMALL.past_tokens)

@@ -7,11 +7,12 @@ One engine is started, which takes half of the minute; the sequences are drawn a
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
-from cache_calls import CacheFigures, Shape, played, rounds
+from cache_calls import CacheFigures, Shape, lives, played, rounds
 from engine_reference import TOLERANCE, Reference, difference, settings, temporary
 from fakes_engine import joined, order, sample
 
@@ -71,6 +72,7 @@ async def test_real_and_simulated_caches(tmp_path: Path, temporary: Path) -> Non
             assert ready is not None
             assert (ready.max_total_tokens, ready.capacity) == (KV_TOKENS, fake._hosts[0].ready.capacity)  # type: ignore[union-attr]
             await sessions_in_turn_find_the_same(real, fake, seed)
+            await sessions_that_end_are_forgotten_alike(real, fake, seed)
             await calls_at_once_find_about_the_same(real, fake, seed)
             await a_forgotten_session_goes_first(real, reference)
             await a_forgotten_session_is_remembered_again(real)
@@ -84,6 +86,16 @@ async def sessions_in_turn_find_the_same(real: Engines, fake: Engines, seed: str
         assert close([one], [other], 0.02), (name, seed, one.cached, other.cached)
         if name == "cliff":
             assert one.share < 0.9, "the cache was too large to lose anything"
+
+
+async def sessions_that_end_are_forgotten_alike(real: Engines, fake: Engines, seed: str) -> None:
+    """Their ends make room for those that still call. Names are new each time, and what the sequence before
+    has left is forgotten with it.
+    """
+    for number in range(2):
+        asked = lives(5, 8, f"{number} {seed}")
+        figures = [await played(engines, asked, forget=partial(forget, engines)) for engines in (real, fake)]
+        assert close([figures[0]], [figures[1]], 0.02), (seed, figures[0].cached, figures[1].cached)
 
 
 async def calls_at_once_find_about_the_same(real: Engines, fake: Engines, seed: str) -> None:

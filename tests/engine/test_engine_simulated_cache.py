@@ -17,7 +17,7 @@ from polarnode.core.errors import ContextTooLong
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
-from polarnode.engine.simulated.cache import KV_ASIDE, Progress, SimulatedCache
+from polarnode.engine.simulated.cache import KV_ASIDE, RequestProgress, SimulatedCache
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.opening import simulated_marks
 from polarnode.tokens.template import LoadedModel, load_model
@@ -54,7 +54,7 @@ def run(cache: SimulatedCache, rid: str, prompt: list[int], **more: Any) -> int:
     moved = cache.submit(rid, array("i", prompt), array("i", [7, 8, 9]), max_new=3, now=now, **asked)
     while (due := cache.due()) is not None:
         moved += cache.advance(due)
-    last: Progress = moved[-1]
+    last: RequestProgress = moved[-1]
     assert (last.rid, last.sampled, last.over) == (rid, 3, True)
     return last.cached
 

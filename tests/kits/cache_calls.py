@@ -5,7 +5,7 @@ prompt of their session, are an engine's own.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from uuid import uuid4
 
@@ -21,13 +21,14 @@ VOCABULARY = 900  # ids below it are plain words in every model of the tests
 @frozen(kw_only=True)
 class Call:
     """One turn of a session: `ids` follow what it knows. `parent`: it begins with what that session knows, as
-    a sub-agent does.
+    a sub-agent does. `last`: the session ends with it.
     """
 
     session: str
     ids: tuple[int, ...]
     sample: int
     parent: str = ""
+    last: bool = False
 
 
 @frozen(kw_only=True)
@@ -91,8 +92,39 @@ def rounds(shape: Shape, seed: str) -> list[list[Call]]:
     return found
 
 
-async def played(engine: Engine, asked: Sequence[Sequence[Call]], *, sessions: bool = False) -> CacheFigures:
-    """Ask an engine; a round begins when the one before has ended. `sessions`: with their names."""
+def lives(at_once: int, total: int, seed: str) -> list[list[Call]]:
+    """Sessions that begin and end, some of which wait long for their next turn: one call in each round."""
+    chance, begun = Random(seed), 0
+    turns: dict[str, int] = {}
+    fresh: set[str] = set()
+    found: list[list[Call]] = []
+
+    def drawn(least: int, most: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(10, VOCABULARY) for _ in range(chance.randint(least, most)))
+
+    system = drawn(200, 200)
+    while begun < total or turns:
+        while len(turns) < at_once and begun < total:
+            turns[f"s{begun}"] = chance.randint(2, 6)
+            fresh.add(f"s{begun}")
+            begun += 1
+        name = chance.choice([*turns])
+        ids = (*system, *drawn(400, 900)) if name in fresh else drawn(50, 250)
+        fresh.discard(name)
+        turns[name] -= 1
+        last = not turns[name]
+        found.append([Call(session=name, ids=ids, sample=chance.randint(4, 12), last=last)])
+        if last:
+            del turns[name]
+    return found
+
+
+async def played(
+    engine: Engine, asked: Sequence[Sequence[Call]], *, forget: Callable[[str], None] | None = None
+) -> CacheFigures:
+    """Ask an engine; a round begins when the one before has ended. With `forget` the calls have the names of
+    their sessions, and it is called with each that has ended.
+    """
     figures = CacheFigures()
     known: dict[str, list[int]] = {}
     for together in asked:
@@ -104,7 +136,7 @@ async def played(engine: Engine, asked: Sequence[Sequence[Call]], *, sessions: b
             figures.known.append(_shared(prompts[call.session], known))
         async with trio.open_nursery() as nursery:
             for call in together:
-                name = call.session if sessions else ""
+                name = "" if forget is None else call.session
                 await nursery.start(started, engine, call, prompts[call.session], name, results)
         for call in together:
             cached, sampled = results[call.session]
@@ -113,6 +145,8 @@ async def played(engine: Engine, asked: Sequence[Sequence[Call]], *, sessions: b
             figures.sampled += len(sampled)
             # of a sample's last token there are no keys and values, so it is read with what follows
             known[call.session] = [*prompts[call.session], *sampled]
+            if forget is not None and call.last:
+                forget(call.session)
     return figures
 
 

@@ -38,7 +38,7 @@ def constants(settings: Simulation) -> KvConstants:
 
 
 @define(eq=False)
-class Progress:
+class RequestProgress:
     """How far a request is: `sampled` of its `total` tokens are known, `cached` ones of its prompt were
     found.
     """
@@ -59,7 +59,7 @@ class SimulatedCache:
     settings: Simulation
     _model: KvModel = field(init=False)
     _late: float = field(default=0.0, init=False)  # seconds of all pauses
-    _requests: dict[str, Progress] = field(factory=dict, init=False)
+    _requests: dict[str, RequestProgress] = field(factory=dict, init=False)
     _known: dict[str, Sequence[Hashable]] = field(factory=dict, init=False)  # by session: its latest pages
 
     def __attrs_post_init__(self) -> None:
@@ -92,7 +92,7 @@ class SimulatedCache:
         salt: str,
         session: str,
         now: float,
-    ) -> list[Progress]:
+    ) -> list[RequestProgress]:
         """A request whose answer is known, and for which there is room. Gives what happened until then."""
         found = self.advance(now)
         # of the last token of a sample no keys and values are ever made
@@ -107,7 +107,7 @@ class SimulatedCache:
             tail=keys[pages:],
             now=self._engine_s(now),
         )
-        self._requests[rid] = Progress(rid, session, keys, len(sample))
+        self._requests[rid] = RequestProgress(rid, session, keys, len(sample))
         return found
 
     def abort(self, rid: str) -> None:
@@ -134,7 +134,7 @@ class SimulatedCache:
         """Nothing happened for so long."""
         self._late += seconds
 
-    def advance(self, now: float) -> list[Progress]:
+    def advance(self, now: float) -> list[RequestProgress]:
         """Every request that has come further, in the order in which they were submitted."""
         for event in self._model.advance(self._engine_s(now)):
             self._happened(event)
@@ -147,7 +147,7 @@ class SimulatedCache:
         else:
             request.over = True
 
-    def _moved(self) -> Iterator[Progress]:
+    def _moved(self) -> Iterator[RequestProgress]:
         for request in list(self._requests.values()):
             sampled = request.total if request.over else self._model.sampled(request.rid)
             if request.over:
@@ -158,7 +158,7 @@ class SimulatedCache:
             request.sampled = sampled
             yield request
 
-    def _remember(self, request: Progress) -> None:
+    def _remember(self, request: RequestProgress) -> None:
         if request.session:
             self._known.pop(request.session, None)
             self._known[request.session] = request.keys

@@ -54,7 +54,7 @@ from polarnode.engine.protocol import (
     encode_all,
 )
 from polarnode.engine.simulated.answers import Answers, RandomAnswer, simulated_scores
-from polarnode.engine.simulated.cache import Progress, SimulatedCache
+from polarnode.engine.simulated.cache import RequestProgress, SimulatedCache
 
 BLOCK = 256  # tokens: a prompt of 30 000 is 120 hashes, some 0.2 ms
 KEPT = 1 << 16  # blocks, the latest used: 16 million tokens, more than the cache of any one GPU
@@ -306,7 +306,7 @@ class Serving:
         )
         self._send_moved(moved)
 
-    def _send_moved(self, moved: Sequence[Progress]) -> None:
+    def _send_moved(self, moved: Sequence[RequestProgress]) -> None:
         """The pieces of requests that have come further."""
         for each in moved:
             request = self._requests[each.rid]
