@@ -116,6 +116,31 @@ def test_half_of_the_settings_of_a_real_gpu_are_the_old_ones() -> None:
     assert at_once.usage == 0
 
 
+def test_a_retracted_request_goes_on_where_it_was() -> None:
+    """More enter, the longer none has been sent back, until some have to be: none of their tokens comes
+    twice.
+    """
+    cache = SimulatedCache(evolve(SMALL, kv_tokens=8000))
+    seen: dict[str, list[int]] = {}
+
+    def note(moved: list[RequestProgress]) -> None:
+        for each in moved:
+            seen.setdefault(each.rid, []).append(each.sampled)
+
+    sampled = array("i", [7] * 2000)
+    for number in range(5):
+        prompt = array("i", [number] * 50)
+        asked: dict[str, Any] = {"max_new": 2000, "salt": "", "session": "", "now": 2.0 * (number > 2)}
+        note(cache.submit(f"{number}", prompt, sampled, **asked))
+    while (due := cache.due()) is not None:
+        note(cache.advance(due))
+    assert cache._model.retracted > 0
+    assert len(seen) == 5
+    for counts in seen.values():
+        assert counts == sorted(set(counts))
+        assert counts[-1] == 2000
+
+
 # ── as a host ────────────────────────────────────────────────────────────
 
 
