@@ -1,7 +1,7 @@
 """What an over-subscribed prefix cache costs, and what a policy gets back, in virtual time.
 
     python benchmarks/kv.py [--policy none|residency|cap=N] [--load 4] [--shape FILE] [--hours 6]
-                            [--seed 1] [--json FILE]
+                            [--seed 1] [--plain-lru] [--json FILE]
 
 One engine (`engine/kv_model.py`), the policy that a node runs (`engine/residency.py`), and agents in a closed
 loop: so many sessions are wanted at once that `load` times the cache would be full. Prints sampled tokens a
@@ -92,6 +92,7 @@ class Run:
     shape: Shape
     constants: KvConstants
     wanted: int
+    forgets: bool  # the engine drops prefixes of displaced sessions first
     cap: int | None
     residency: Residency | None
     chance: random.Random
@@ -135,7 +136,7 @@ class Run:
                 for call in self.residency.look(self.now):
                     self._submit(self._running[call.session])
                 for name in self.residency.displaced():
-                    if name in self._running:
+                    if name in self._running and self.forgets:
                         agent = self._running[name]
                         known = agent.lengths[agent.turn - 1] + agent.samples[agent.turn - 1]
                         self.model.forget(self._pages(agent, known if agent.turn else agent.first))
@@ -259,7 +260,9 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def simulated(policy: str, load: float, shape: Shape, hours: float, seed: int) -> dict[str, Any]:
+def simulated(
+    policy: str, load: float, shape: Shape, hours: float, seed: int, *, forgets: bool = True
+) -> dict[str, Any]:
     """The figures of one policy."""
     constants = KvConstants(capacity=350_000)
     fits = constants.capacity / shape.mean_own
@@ -267,7 +270,7 @@ def simulated(policy: str, load: float, shape: Shape, hours: float, seed: int) -
     if policy == "residency":
         residency = Residency(capacity=constants.capacity)
     cap = int(policy.removeprefix("cap=")) if policy.startswith("cap=") else None
-    run = Run(shape, constants, round(load * fits), cap, residency, random.Random(seed))
+    run = Run(shape, constants, round(load * fits), forgets, cap, residency, random.Random(seed))
     run.play(3600 * hours)
     return {
         "policy": policy,
@@ -293,9 +296,11 @@ if __name__ == "__main__":
     options.add_argument("--shape", type=Path, default=SHAPES / "base.toml")
     options.add_argument("--hours", type=float, default=6.0)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--plain-lru", action="store_true", help="the engine is not told who was displaced")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
-    found = simulated(given.policy, given.load, Shape.read(given.shape), given.hours, given.seed)
+    shape = Shape.read(given.shape)
+    found = simulated(given.policy, given.load, shape, given.hours, given.seed, forgets=not given.plain_lru)
     print(json.dumps(found, indent=2))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=2) + "\n")

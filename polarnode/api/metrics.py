@@ -179,6 +179,7 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
         engine,
         lambda host: host.token_usage,
     )
+    yield from _of_residency(engine)
     restarts = CounterMetricFamily(
         "polarnode_engine_restarts", "Times the engine host was started again.", labels=["host"]
     )
@@ -188,6 +189,42 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "polarnode_engine_paused", "1 while generation is paused.", float(engine.paused is not None)
     )
+
+
+def _of_residency(engine: EngineStatistics) -> Iterator[Metric]:
+    sessions = GaugeMetricFamily(
+        "polarnode_engine_sessions",
+        "Sessions whose tokens are counted against the engine's cache.",
+        labels=["host", "state"],
+    )
+    tokens = GaugeMetricFamily(
+        "polarnode_engine_session_tokens",
+        "Tokens of resident sessions, and the budget for them.",
+        labels=["host", "kind"],
+    )
+    held = GaugeMetricFamily(
+        "polarnode_engine_held_calls", "Calls held for their session's place.", labels=["host"]
+    )
+    prompts = CounterMetricFamily(
+        "polarnode_engine_prompt_tokens", "Prompt tokens that the engine was given.", labels=["host"]
+    )
+    again = CounterMetricFamily(
+        "polarnode_engine_reread_tokens",
+        "Prompt tokens that had been in the cache before, by whether the node decided so.",
+        labels=["host", "decided"],
+    )
+    for host in engine.hosts:
+        if (found := host.residency) is not None:
+            index = str(host.index)
+            for state in ("busy", "idle", "displaced"):
+                sessions.add_metric([index, state], getattr(found, state))
+            tokens.add_metric([index, "resident"], found.tokens)
+            tokens.add_metric([index, "budget"], found.budget)
+            held.add_metric([index], found.held)
+            prompts.add_metric([index], found.prompt_tokens)
+            again.add_metric([index, "yes"], found.reread_planned)
+            again.add_metric([index, "no"], found.reread_unplanned)
+    yield from (sessions, tokens, held, prompts, again)
 
 
 def _of_weights(weights: WeightsState) -> Iterator[Metric]:

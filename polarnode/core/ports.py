@@ -58,7 +58,8 @@ class Steering:
 @frozen(kw_only=True)
 class GenerateOrder:
     """One generation. `request_id` is 32 hex digits (the engine matches aborts by prefix); `affinity` names
-    the session whose prefix is cached.
+    the session whose prefix is cached, `chain` the conversation within it: the main agent's, or a
+    sub-agent's.
 
     `top_logprobs`: how many alternatives to return with each token. `constraint_after`: the id after which
     `constraint` begins, the end of a thought that the prompt left open; None begins with the first token.
@@ -72,6 +73,7 @@ class GenerateOrder:
     sampling: Sampling
     stop_ids: tuple[int, ...]
     affinity: str = ""
+    chain: str = ""
     constraint: Constraint | None = None
     top_logprobs: int = 0
     steering: Steering | None = None

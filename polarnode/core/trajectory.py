@@ -248,12 +248,16 @@ class Outcome:
 
 @frozen(kw_only=True)
 class Timing:
-    """Seconds spent in each phase. `ready_s` is the wait for a run slot and costs no budget."""
+    """Seconds spent in each phase. `ready_s` is the wait for a run slot and costs no budget. `held_s`:
+    those of `run_s` in which calls were held for the session's place in the engine's cache; they cost none
+    either.
+    """
 
     init_s: float = 0.0
     ready_s: float = 0.0
     run_s: float = 0.0
     post_s: float = 0.0
+    held_s: float = 0.0
 
 
 @frozen(kw_only=True)

@@ -148,10 +148,13 @@ class Call:
     vocab_size: int | None = None  # None where the host has not reported it
     top_logprobs: int = 0  # alternatives requested for each token
     session: str = ""
+    chain: str = ""  # the conversation of its session
+    sent: float = 0.0  # when the engine got it
     prompt_tokens: int = 0
     expected: int = 0  # tokens that it was expected to need of the KV cache
     adapter: str = ""  # the version of an adapter that samples
     over: bool = field(default=False, init=False)  # the host sends nothing more about it
+    was_read: bool = field(default=False, init=False)  # its prompt, by the engine
     _left: bool = field(default=False, init=False)
     _ids: "array[int]" = field(factory=ids, init=False)
     _logprobs: "array[float]" = field(factory=floats, init=False)
@@ -166,20 +169,24 @@ class Call:
     _length: int = field(default=0, init=False)
     _arrived: trio.Event = field(factory=trio.Event, init=False)
 
-    def take(self, piece: Piece | Routed) -> None:
+    def take(self, piece: Piece | Routed) -> bool:
         """Take a piece from the host, or some of the routed experts that precede the last piece. One that
-        does not fit the call fails it.
+        does not fit the call fails it. True for the first piece: the prompt was read.
         """
         problem = self._problem_of_experts(piece) if isinstance(piece, Routed) else self._problem(piece)
         if problem is not None:
             self.fail(EngineError(f"the engine's answer cannot be used: {problem}"))
-            return
+            return False
         self.over = isinstance(piece, Piece) and piece.finish is not None
+        first = isinstance(piece, Piece) and not self.was_read
+        if isinstance(piece, Piece):
+            self.was_read = True
+            self._served_cached = max(self._served_cached, piece.cached_tokens)
         if self._left:
-            return
+            return first
         if isinstance(piece, Routed):
             self._routed.append(piece)
-            return
+            return False
         sampled = ids(piece.ids)
         self._grow(len(sampled), piece.version)
         if piece.spans:
@@ -194,9 +201,9 @@ class Call:
             self._alternatives += piece.alternative_ids
             self._likelihoods += piece.alternative_logprobs
         self._cached = max(self._cached, piece.cached_tokens)
-        self._served_cached = max(self._served_cached, piece.cached_tokens)
         self._finish = piece.finish
         self._arrived.set()
+        return first
 
     def _problem(self, piece: Piece) -> str | None:
         """Why a piece does not fit the call; None if it does."""
@@ -249,6 +256,16 @@ class Call:
     def close(self) -> None:
         """The consumer left; later messages are dropped."""
         self._left = True
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were in the engine's cache."""
+        return self._served_cached
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled so far, without those that arrived after `close`."""
+        return self._length
 
     @property
     def served(self) -> int:

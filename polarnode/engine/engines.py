@@ -24,6 +24,7 @@ from polarnode.engine.calls import Call, check_order
 from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
 from polarnode.engine.host_resources import sweep
 from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, Ready
+from polarnode.engine.residents import Credit
 from polarnode.engine.routing import EngineKind, EngineStatistics, Router, followed
 from polarnode.engine.scoring import ATTEMPTS, check_score
 from polarnode.engine.settings import EngineSettings, External, check, gpu_groups
@@ -120,6 +121,30 @@ class Engines:
             if call is not None:
                 return host, call
 
+    # ── sessions ──────────────────────────────────────────────────────────────
+
+    def begin_session(self, session: str, kind: str, group: str, credit: Credit) -> str | None:
+        """Give a session its place in the cache of an engine; why there is none, else None. A host that has
+        its group is best, then the one with the most room. `kind`: sessions that grow alike; `credit` moves
+        the session's deadline while its calls are held.
+
+        Without a host that serves, or whose capacity is known, every session may begin.
+        """
+        ready = [host for host in self._hosts if host.state == "ready"]
+        if not ready or any(host.residents.machine is None for host in ready):
+            return None
+        now = trio.current_time()
+        for host in sorted(ready, key=lambda host: host.residents.rank(group)):
+            if host.residents.may_begin(kind, now):
+                host.residents.begin(session, kind, group, credit)
+                return None
+        return "engine: its cache has no room for what another session would become"
+
+    def end_session(self, session: str) -> None:
+        """Give back a session's place, wherever it has one; nothing where it has none."""
+        for host in self._hosts:
+            host.residents.over(session)
+
     async def score(self, order: ScoreOrder) -> RowScores:
         """Score a row (`scoring.ScoreTurns`). Leaving early ends it in the engine.
 
@@ -198,6 +223,8 @@ class Engines:
         self._versions = [*self._versions[1 - VERSIONS :], loaded.version]
         with trio.CancelScope(shield=True):  # bounded by STEP_S; half a commit is none
             await update.commit(loaded)
+        for host in self._hosts:
+            host.residents.cold()
 
     def insist_own(self) -> None:
         """Raise Conflict for weights or memory of an external engine, which are its owner's."""
@@ -271,7 +298,8 @@ class Engines:
                     else min(patience.deadline, trio.current_time() + WAIT_FOR_HOST)
                 )
                 await self._changed.wait()
-            return self._hosts[self._router.choose(affinity, loads)]
+            resident = next((host.index for host in self._hosts if host.residents.has(affinity)), None)
+            return self._hosts[self._router.choose(affinity, loads, resident)]
         raise EngineError(f"no engine host served within {WAIT_FOR_HOST:.0f} s: {self._hosts[0].last_error}")
 
     async def _wait_settled(self) -> None:
@@ -381,6 +409,7 @@ async def _serve(engines: Engines, service: trio.CancelScope) -> None:
             nursery.start_soon(engines.adapters.tidy)
             for host in engines._hosts:
                 nursery.start_soon(host.run)
+                nursery.start_soon(host.residents.run)
 
 
 @define(eq=False)

@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 
 import trio
@@ -31,6 +30,7 @@ from polarnode.engine.protocol import (
     Done,
     Failed,
     Fatal,
+    Forget,
     FrameDecoder,
     FrameError,
     Load,
@@ -51,48 +51,12 @@ from polarnode.engine.protocol import (
     encode,
     encode_all,
 )
+from polarnode.engine.questions import Questions
+from polarnode.engine.residents import Residents
 from polarnode.engine.routing import SAMPLED, Deaths, FairQueue, HostState, HostStatistics
 from polarnode.engine.scoring import ScoreCall, ScoreTurns
 from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
 from polarnode.support.concurrency import open_process_group
-
-
-@define(eq=False)
-class _Question:
-    answered: trio.Event = field(factory=trio.Event)
-    done: Done | None = None
-
-
-@define(eq=False)
-class Questions:
-    """Control messages of one host that wait for an answer, over all restarts of its process."""
-
-    _open: dict[int, _Question] = field(factory=dict)
-    _numbers: "count[int]" = field(factory=count)
-
-    async def ask(self, make: Callable[[int], ToHost], post: Callable[[ToHost], None]) -> Done | None:
-        """Post a question and wait for its answer; None when the host died. Leaving early only drops the
-        answer.
-        """
-        number = next(self._numbers)
-        question = self._open[number] = _Question()
-        post(make(number))
-        try:
-            await question.answered.wait()
-        finally:
-            self._open.pop(number, None)
-        return question.done
-
-    def answer(self, done: Done) -> None:
-        """Deliver an answer; it is dropped if its question is no longer waiting."""
-        if (question := self._open.get(done.call)) is not None:
-            question.done = done
-            question.answered.set()
-
-    def end(self) -> None:
-        """Answer every open question with None, since the host died."""
-        for question in self._open.values():
-            question.answered.set()
 
 
 @define(eq=False)
@@ -201,6 +165,7 @@ class Host:
     _calls: dict[str, Call] = field(factory=dict)
     _scores: dict[str, ScoreCall] = field(factory=dict)
     _queue: "FairQueue[_Waiting]" = field(factory=FairQueue)
+    residents: Residents = field(init=False)
     _questions: Questions = field(factory=Questions)
     _outbox: list[Message] = field(factory=list)
     _wake: trio.Event = field(factory=trio.Event)
@@ -212,6 +177,10 @@ class Host:
     @_deaths.default
     def _make_deaths(self) -> Deaths:
         return Deaths(gives_up=self._settings.external is None)
+
+    @residents.default
+    def _make_residents(self) -> Residents:
+        return Residents(self.index, lambda session: self.post(Forget(session=session)))
 
     @scoring.default
     def _make_scoring(self) -> ScoreTurns:
@@ -248,6 +217,7 @@ class Host:
             last_error=self.last_error,
             queued=self._queue.waiting,
             queued_sessions=self._queue.waiting_sessions,
+            residency=self.residents.statistics,
             url=None if self._settings.external is None else self._settings.external.urls[self.index],
         )
 
@@ -256,13 +226,15 @@ class Host:
         return self._queue.before(session)
 
     async def begin(self, order: GenerateOrder, *, context_length: int, adapter: str = "") -> Call | None:
-        """Send a generation when it is its session's turn. None: the host died meanwhile. `adapter` is the
-        version that samples.
+        """Send a generation when its session has its place in the cache and it is its turn. None: the host
+        died meanwhile. `adapter` is the version that samples.
         """
         if order.request_id in self._calls:
             raise EngineError(
                 f"request id {order.request_id} is in use: every generation needs its own", retryable=False
             )
+        if not await self.residents.enter(order):
+            return None
         waiting, session = _Waiting(order, context_length, adapter), order.affinity
         self._queue.add(session, waiting, tokens=_expected(order))
         self.admit()
@@ -271,7 +243,9 @@ class Host:
                 await waiting.decided.wait()
         except trio.Cancelled:
             self._queue.withdraw(session, waiting, trio.current_time())
-            if waiting.call is not None:
+            if waiting.call is None:
+                self.residents.left(order)
+            else:
                 self.end(waiting.call)
             raise
         return waiting.call
@@ -288,6 +262,8 @@ class Host:
                 vocab_size=None if self.ready is None else self.ready.vocab_size,
                 top_logprobs=order.top_logprobs,
                 session=order.affinity,
+                chain=order.chain,
+                sent=trio.current_time(),
                 prompt_tokens=len(order.prompt),
                 expected=_expected(order),
                 adapter=waiting.adapter,
@@ -454,7 +430,8 @@ class Host:
         match message:
             case Piece(rid=rid) | Routed(rid=rid):
                 if (call := self._calls.get(rid)) is not None:
-                    call.take(message)
+                    if call.take(message):
+                        self.residents.read(call)
                     if call.over and (isinstance(message, Routed) or message.finish is None):
                         self.post(Abort(rid=rid))  # it failed on this message, and the host goes on sampling
                     if call.over:
@@ -497,6 +474,7 @@ class Host:
     def _leave(self, rid: str) -> Call:
         call = self._calls.pop(rid)
         self._queue.ended(call.session, tokens=call.expected, served=call.served, now=trio.current_time())
+        self.residents.ended(call)
         return call
 
     def _note_load(self, load: Load) -> None:
@@ -530,6 +508,8 @@ class Host:
             return
         ready = ready if loaded is None else evolve(ready, weight_version=loaded.version)
         self._queue.tokens = ready.max_total_tokens
+        if self._settings.has_residency:
+            self.residents.open(ready.max_total_tokens, ready.capacity)
         if (mode := self.paused) is not None:
             await self.ask(lambda call: Pause(call=call, mode=mode))
         await self._load_kept()
@@ -556,6 +536,7 @@ class Host:
         for row in self._scores.values():
             row.fail(EngineError(f"engine host {self.index} died: {reason}"))
         self._scores.clear()
+        self.residents.lost()
         for waiting in self._queue.empty(trio.current_time()):
             waiting.decided.set()
         self._questions.end()

@@ -181,7 +181,12 @@ class Residency:
             found.planned = True
 
     def has(self, session: str) -> bool:
+        """Whether a session began and is not over, resident or displaced."""
         return session in self._sessions
+
+    def has_group(self, group: str) -> bool:
+        """Whether a session of a group is here."""
+        return any(found.group == group for found in self._sessions.values())
 
     # ── calls ─────────────────────────────────────────────────────────────────
 

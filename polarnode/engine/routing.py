@@ -14,6 +14,7 @@ from typing import Generic, Literal, TypeVar
 from attrs import define, field, frozen
 
 from polarnode.core.backoff import Backoff
+from polarnode.engine.residency import ResidencyStatistics
 
 # calls a session's host may have more than the least loaded: filling 20-30 thousand tokens again costs about
 # what they do
@@ -36,13 +37,17 @@ class Router:
 
     _homes: "OrderedDict[str, int]" = field(factory=OrderedDict, init=False)
 
-    def choose(self, affinity: str, loads: Mapping[int, int]) -> int:
+    def choose(self, affinity: str, loads: Mapping[int, int], resident: int | None = None) -> int:
         """A host of `loads` (calls that a new one has before it, by ready host; never empty). An empty
-        affinity belongs to no session.
+        affinity belongs to no session. `resident`: the host whose cache has the session's place, which it
+        keeps whatever the loads.
         """
         least = min(loads, key=lambda index: (loads[index], index))
-        home = self._homes.get(affinity)
-        if home is None or home not in loads or loads[home] > loads[least] + SLACK:
+        home = self._homes.get(affinity) if resident is None else resident
+        free_to_move = (
+            resident is None and home is not None and home in loads and loads[home] > loads[least] + SLACK
+        )
+        if home is None or home not in loads or free_to_move:
             home = least
         if affinity:
             self._homes[affinity] = home
@@ -254,7 +259,8 @@ HostState = Literal["starting", "ready", "stale", "dead", "failed"]
 class HostStatistics:
     """One engine host. `in_flight` counts our calls, aborting ones included; `running` and `waiting` are the
     scheduler's own counts, at most 0.25 s old. `queued` calls, of `queued_sessions` sessions, wait in the
-    node for their turn. `url`: the server of an external engine.
+    node for their turn. `url`: the server of an external engine. `residency`: the sessions that its cache is
+    for; None where the policy is off or the cache's size is unknown.
     """
 
     index: int
@@ -271,6 +277,7 @@ class HostStatistics:
     queued: int = 0
     queued_sessions: int = 0
     url: str | None = None
+    residency: ResidencyStatistics | None = None
 
 
 @frozen(kw_only=True)

@@ -81,7 +81,8 @@ class EngineSettings:
     to others; weights are then discarded (`discard`) or kept in main memory (`backup`). `lora_rank`: the
     largest rank of an adapter, 0: none are taken; `lora_modules` are the layers that adapters may change, and
     `lora_slots` of them are sampled by at once, in memory of the GPU that is taken at the start.
-    `session_cache`: prefixes of sessions that still call are evicted after all others.
+    `session_cache`: prefixes of sessions that still call are evicted after all others. `residency`: sessions
+    begin only while the cache holds what they will become (`residency.py`).
     """
 
     model_path: Path
@@ -103,9 +104,18 @@ class EngineSettings:
     lora_modules: tuple[str, ...] = LORA_MODULES
     lora_slots: int = 8
     session_cache: bool = False
+    residency: bool = True
     # the environment variable that holds the key of external servers
     key_env: str | None = "POLARNODE_ENGINE_KEY"
     extra: Mapping[str, Json] = field(factory=dict)
+
+    @property
+    def has_residency(self) -> bool:
+        """Whether sessions wait for the cache: not for one without bounds, nor for a server that others use
+        too.
+        """
+        bounded = self.simulated is None or self.simulated.simulation.kv_tokens > 0
+        return self.residency and bounded and self.external is None
 
     def log_path(self, index: int) -> Path:
         return self.state_dir / f"engine-{index}.log"

@@ -186,6 +186,7 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapte
         sampling=sample.used,
         stop_ids=stop_ids,
         affinity=affinity,
+        chain=str(sample.plan.lineage),
         constraint=sample.request.constraint,
         constraint_after=sample.constraint_after,
         top_logprobs=max(sample.request.logprobs or 0, sample.carry.top_logprobs),

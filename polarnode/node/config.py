@@ -85,6 +85,10 @@ class NodeConfig:
     memory_saver: Literal["off", "discard", "backup"] = "off"
     # largest rank of an adapter that is taken; 0: none. Each slot has GPU memory for it, from the start
     lora_rank: int = 0
+    # sessions begin only while the engine's cache holds what they will become; false: all that run_limit
+    # allows
+    residency: bool = True
+    session_cache: bool = False  # SGLang evicts prefixes of sessions that still call after all others
     lora_modules: tuple[str, ...] = LORA_MODULES  # what adapters may change; fewer take less of that memory
     # adapters sampled by at once; calls of further ones wait. Their current version and the one before, of
     # as many runs as share an engine

@@ -124,6 +124,8 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> Engi
         routed_experts=config.routed_experts,
         memory_saver=config.memory_saver,
         lora_rank=config.lora_rank,
+        residency=config.residency,
+        session_cache=config.session_cache,
         lora_modules=config.lora_modules,
         lora_slots=config.lora_slots,
         simulated=_simulated(config, model) if config.engine == "simulated" else None,
@@ -496,6 +498,7 @@ async def _open_sessions(
         versions=lambda: engines.versions,
         scoring=scoring,
         adapters=engines.adapters,
+        places=engines,
     )
     async with (
         open_background(_machine_watch(config, services.stages, engines, runtimes).run),

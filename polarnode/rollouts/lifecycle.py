@@ -271,6 +271,7 @@ class SessionRegistry:
             del self._drivers[identity.session_id]
             if driver.task.adapter:
                 self.services.adapters.release(driver.task.adapter)
+            self.services.places.end_session(identity.session_id)
             driver.closed(failed=failed)
             if self.stopping and not self._drivers:
                 self._emptied.set()

@@ -141,7 +141,9 @@ class MachineWatch:
         stages, state = self.stages, self.state
         stages.init.adjust(state.init, state.init_held)
         stages.run.adjust(state.run, state.run_held)
-        stages.live.adjust(state.run + self.ready_limit)
+        # containers for sessions that find no place in the engine's cache would only take memory
+        running = stages.run.statistics().inside if stages.run.is_refused else state.run
+        stages.live.adjust(max(1, min(state.run, running)) + self.ready_limit)
         stages.post.adjust(state.post, state.post_held)
         if before.short != state.short:
             self.pause_prewarm(state.short)
@@ -160,6 +162,7 @@ def _readings(machine: Machine, engine: EngineStatistics) -> Readings:
         disk_mb=machine.disk_mb,
         cpu=machine.cpu,
         serving=bool(ready) and engine.paused is None,
+        gated=bool(ready) and all(host.residency is not None for host in ready),
     )
     return evolve(
         readings,

@@ -114,6 +114,30 @@ class SessionJournal(Protocol):
     def task_cancelled(self, task_id: str) -> None: ...
 
 
+class SessionPlaces(Protocol):
+    """The places of sessions in the caches of the engines."""
+
+    def begin_session(
+        self, session: str, kind: str, group: str, credit: Callable[[float], None]
+    ) -> str | None:
+        """Give a session its place; why there is none, else None. `credit` moves its deadline by seconds."""
+
+    def end_session(self, session: str) -> None:
+        """Give it back; nothing where the session has none."""
+
+
+class UnboundedPlaces:
+    """For engines whose caches nobody counts."""
+
+    def begin_session(
+        self, session: str, kind: str, group: str, credit: Callable[[float], None]
+    ) -> str | None:
+        return None
+
+    def end_session(self, session: str) -> None:
+        pass
+
+
 @frozen(kw_only=True)
 class NodeIdentity:
     """The node and model named in every trajectory, and the operator's labels."""
@@ -148,6 +172,7 @@ class NodeServices:
     # the weights that were served, oldest first, the last is served now
     versions: Callable[[], Sequence[str]] = tuple
     adapters: Adapters = field(factory=Adapters)
+    places: SessionPlaces = field(factory=UnboundedPlaces)
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
 
     def versions_of(self, adapter: str) -> Sequence[str]:

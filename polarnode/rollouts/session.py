@@ -33,8 +33,13 @@ from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
-from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
-from polarnode.support.concurrency import PrioritySemaphore
+from polarnode.rollouts.session_containers import (
+    HELD_MOST_S,
+    Containers,
+    PrefetchedRuntime,
+    open_prefetched_runtime,
+)
+from polarnode.support.concurrency import Place, PrioritySemaphore
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +67,8 @@ class Session:
     cancelled: CancelCause | None = field(default=None, init=False)
     _stoppable: trio.CancelScope | None = field(default=None, init=False)
     _timing: Timing = field(factory=Timing, init=False)
+    _clock: trio.CancelScope | None = field(default=None, init=False)  # of RUN
+    _held_s: float = field(default=0.0, init=False)
     _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
     _containers: Containers = field(init=False)
 
@@ -239,7 +246,7 @@ class Session:
         self._enter("ready")
         async with AsyncExitStack() as run:
             with self._timed("ready_s"):
-                await run.enter_async_context(self._slot(self.services.stages.run))
+                await run.enter_async_context(self._slot(self.services.stages.run, place=self))
             if not runtime.alive or trio.current_time() + self._containers.needed_s() > expires:
                 return RuntimeFault(
                     "the container ended, or grew too old for a whole run, while its session waited for a"
@@ -258,6 +265,7 @@ class Session:
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
+            self._clock = clock
             self.live.on_spent = lambda: _soon(clock)
             ended = await self._harness_ended(runtime, launch, log)
         cause = self.cancelled  # from here on a cancel has no effect: the run is over
@@ -305,8 +313,30 @@ class Session:
 
     # ── scopes, slots and times ────────────────────────────────────────────────
 
-    def _slot(self, stage: PrioritySemaphore) -> AbstractAsyncContextManager[None]:
-        return stage.slot(priority=self.order.spec.priority, cohort=self.order.cohort)
+    # ── its place in the engine's cache ───────────────────────────────────────
+
+    def take(self) -> str | None:
+        """Take its place in the cache of an engine; why there is none, else None."""
+        identity, order = self.identity, self.order
+        return self.services.places.begin_session(
+            identity.session_id, order.harness.name, identity.group_id, self._credit
+        )
+
+    def give_back(self) -> None:
+        """Give the place back."""
+        self.services.places.end_session(self.identity.session_id)
+
+    def _credit(self, seconds: float) -> None:
+        """Move the end of RUN, while its calls are held for its place."""
+        before, self._held_s = self._held_s, self._held_s + seconds
+        self._timing = evolve(self._timing, held_s=max(0.0, self._held_s))
+        if self._clock is not None:
+            self._clock.deadline += min(self._held_s, HELD_MOST_S) - min(before, HELD_MOST_S)
+
+    def _slot(
+        self, stage: PrioritySemaphore, place: Place | None = None
+    ) -> AbstractAsyncContextManager[None]:
+        return stage.slot(priority=self.order.spec.priority, cohort=self.order.cohort, place=place)
 
     @contextmanager
     def _timed(self, phase: Literal["init_s", "ready_s", "run_s", "post_s"]) -> Iterator[None]:

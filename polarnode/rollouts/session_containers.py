@@ -240,6 +240,9 @@ def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
 # seconds of a container's lifetime for waiting in READY: several whole run budgets; after a longer wait a
 # fresh container replaces it
 READY_S = 6 * 3600.0
+# seconds that a run may be longer by what its calls were held for their place in the engine's cache: ten of
+# the longest holds, where most sessions have none
+HELD_MOST_S = 600.0
 TEARDOWN_S = 60.0  # what a container's dead-man switch allows beyond all budgets
 
 
@@ -278,7 +281,8 @@ class Containers:
 
     def needed_s(self) -> float:
         """The lifetime that a container must have left when its run begins."""
-        return self.order.spec.budgets.run_s + 2 * self.order.spec.budgets.post_s + TEARDOWN_S
+        budgets = self.order.spec.budgets
+        return budgets.run_s + HELD_MOST_S + 2 * budgets.post_s + TEARDOWN_S
 
     async def _prepare(self, runtime: PodmanRuntime) -> None:
         async with self.reaching(runtime) as reach:

@@ -3,10 +3,10 @@
 Pure: one step a second, no clock.
 
 INIT stops when memory or disk is short, because a session needs both until it is over. RUN shrinks by a
-fraction when the engine's queue is long and grows by one when it is short, as TCP does: the number of agents
-that an engine can serve is unknown in advance, and more agents do not raise throughput. POST shrinks when
-programs wait for the CPU. Invariant: nothing stops for ever. With no session at work one begins whatever is
-short, since waiting would free nothing.
+fraction when the queue of an engine whose cache nobody counts is long and grows by one when it is short, as
+TCP does: the number of agents that an engine can serve is unknown in advance, and more agents do not raise
+throughput. POST shrinks when programs wait for the CPU. Invariant: nothing stops for ever. With no session
+at work one begins whatever is short, since waiting would free nothing.
 """
 
 from attrs import evolve, frozen
@@ -57,6 +57,7 @@ class Readings:
     running: int = 0
     waiting: int = 0
     serving: bool = True  # whether an engine answers and is not paused; otherwise its queue means nothing
+    gated: bool = False  # sessions begin by what the engine's cache holds, which knows better than its queue
 
 
 @frozen(kw_only=True)
@@ -114,6 +115,8 @@ def _short(what: str, free: float | None, reserve: int, needed: float) -> str | 
 
 
 def _run(state: State, readings: Readings, standing: Standing, bounds: Bounds) -> State:
+    if readings.gated:
+        return evolve(state, run=bounds.run, run_held=None, queue=0.0, settling=0)
     if not readings.serving:
         return state
     share = readings.waiting / max(1, readings.running) if readings.waiting >= FEW else 0.0

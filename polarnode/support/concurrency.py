@@ -24,7 +24,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 import trio
 from attrs import define, field, frozen
@@ -49,59 +49,104 @@ class SemaphoreStatistics:
     held_back: str | None = None
 
 
+class Place(Protocol):
+    """What a holder needs beside its slot."""
+
+    def take(self) -> str | None:
+        """Take it; why it is not there, else None."""
+
+    def give_back(self) -> None:
+        """Give it back: the holder leaves, or gave up after it was taken."""
+
+
+class NoPlace:
+    """For holders that need nothing else."""
+
+    def take(self) -> str | None:
+        return None
+
+    def give_back(self) -> None:
+        pass
+
+
+@define(eq=False)
+class _Turn:
+    place: Place
+    entered: trio.Event = field(factory=trio.Event)
+
+
 @define(eq=False)
 class PrioritySemaphore:
     """At most `limit` holders. Waiters enter by priority (0-100, higher first), those of one cohort together,
-    the oldest cohort first; without a cohort in order of arrival.
+    the oldest cohort first; without a cohort in order of arrival. The first of them enters when there is a
+    slot and its place can be taken: nobody goes before it who needs less.
     """
 
     limit: int
     held_back: str | None = field(default=None, init=False)
     _inside: int = field(default=0, init=False)
-    _waiting: WaitingLine[trio.Event] = field(factory=WaitingLine, init=False)
+    _waiting: WaitingLine[_Turn] = field(factory=WaitingLine, init=False)
+    _refused: str | None = field(default=None, init=False)  # why the first one waits, with slots to spare
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the first one waits for its place, with slots to spare."""
+        return self._refused is not None
 
     @asynccontextmanager
-    async def slot(self, *, priority: int, cohort: Cohort | None = None) -> AsyncIterator[None]:
-        """Wait for a place in the stage and hold it for the block."""
-        await self._enter(priority, cohort or Cohort())
+    async def slot(
+        self, *, priority: int, cohort: Cohort | None = None, place: Place | None = None
+    ) -> AsyncIterator[None]:
+        """Wait for a slot of the stage, and for `place`, and hold both for the block."""
+        turn = _Turn(place or NoPlace())
+        await self._enter(turn, priority, cohort or Cohort())
         try:
             yield
         finally:
-            self._leave()
+            self._leave(turn)
 
     def adjust(self, limit: int, held_back: str | None = None) -> None:
-        """Change the limit from now on; `held_back` is why it is lower than configured."""
+        """Change the limit from now on; `held_back` is why it is lower than configured. Places that were not
+        there are tried again.
+        """
         self.limit, self.held_back = limit, held_back
-        while self._waiting and self._inside < self.limit:
-            self._inside += 1
-            self._waiting.pop().set()
+        self._admit()
 
-    async def _enter(self, priority: int, cohort: Cohort) -> None:
+    async def _enter(self, turn: _Turn, priority: int, cohort: Cohort) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        if self._inside < self.limit and not self._waiting:
-            self._inside += 1
-            self._waiting.begin(cohort)
-            return
-        turn = trio.Event()
         self._waiting.add(turn, priority=priority, cohort=cohort)
+        self._admit()
         try:
-            await turn.wait()
+            await turn.entered.wait()
         except trio.Cancelled:
-            if not self._waiting.discard(turn):  # the place was handed over in the tick of the cancellation
-                self._leave()
+            if turn.entered.is_set():  # in the tick of the cancellation
+                self._leave(turn)
+            else:
+                self._waiting.discard(turn)
+                self._admit()
             raise
 
-    def _leave(self) -> None:
-        """Give the place to the next waiter, or free it when nobody waits or too many are inside."""
-        if self._waiting and self._inside <= self.limit:
-            self._waiting.pop().set()
-        else:
-            self._inside -= 1
+    def _admit(self) -> None:
+        self._refused = None
+        while self._waiting and self._inside < self.limit:
+            self._refused = self._waiting.first().place.take()
+            if self._refused is not None:
+                return
+            self._inside += 1
+            self._waiting.pop().entered.set()
+
+    def _leave(self, turn: _Turn) -> None:
+        turn.place.give_back()
+        self._inside -= 1
+        self._admit()
 
     def statistics(self) -> SemaphoreStatistics:
         """How full the stage is."""
         return SemaphoreStatistics(
-            limit=self.limit, inside=self._inside, waiting=len(self._waiting), held_back=self.held_back
+            limit=self.limit,
+            inside=self._inside,
+            waiting=len(self._waiting),
+            held_back=self.held_back or self._refused,
         )
 
 

@@ -71,15 +71,19 @@ class WaitingLine(Generic[Waiter]):
             self._heap.clear()  # or its entries would keep cohorts that are over
         return True
 
-    def pop(self) -> Waiter:
-        """The next to enter, who waits no more. Raises IndexError when nobody waits."""
+    def first(self) -> Waiter:
+        """The next to enter, who goes on waiting. Raises IndexError when nobody waits."""
         while True:
             priority, unbegun, _, cohort = self._heap[0]
             queue = self._waiting.get(cohort, {}).get(-priority)
             if queue is not None and unbegun is (cohort not in self._begun):
-                break
+                return next(iter(queue))
             heapq.heappop(self._heap)
-        waiter = next(iter(queue))
+
+    def pop(self) -> Waiter:
+        """The next to enter, who waits no more. Raises IndexError when nobody waits."""
+        waiter = self.first()
+        _, cohort = self._places[waiter]
         self.discard(waiter)
         self.begin(cohort)
         return waiter

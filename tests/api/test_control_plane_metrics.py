@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from polarnode.api.metrics import CONTENT_TYPE, Figures, exposition
 from polarnode.containers.pool import RuntimesStatistics
+from polarnode.engine.residency import ResidencyStatistics
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.support.concurrency import SemaphoreStatistics
 from polarnode.support.metrics import LagStatistics, NodeCounters
@@ -27,6 +28,21 @@ HOST = HostStatistics(
     restarts=4,
     weight_version="7",
     last_error=None,
+    residency=ResidencyStatistics(
+        capacity=1000,
+        budget=930,
+        margin=0.8,
+        lends=False,
+        tokens=700,
+        busy=3,
+        idle=2,
+        displaced=1,
+        held=1,
+        oldest_held_s=4.0,
+        prompt_tokens=5000,
+        reread_planned=40,
+        reread_unplanned=30,
+    ),
 )
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -136,6 +152,11 @@ def test_every_number_is_there_with_its_labels() -> None:
     assert value(found, "polarnode_engine_ready", host="0") == 1
     assert value(found, "polarnode_engine_ready", host="1") == 0
     assert value(found, "polarnode_engine_token_usage", host="0") == 0.25
+    assert value(found, "polarnode_engine_sessions", host="0", state="displaced") == 1
+    assert value(found, "polarnode_engine_session_tokens", host="0", kind="budget") == 930
+    assert value(found, "polarnode_engine_held_calls", host="0") == 1
+    assert value(found, "polarnode_engine_prompt_tokens_total", host="0") == 5000
+    assert value(found, "polarnode_engine_reread_tokens_total", host="0", decided="no") == 30
     assert value(found, "polarnode_engine_restarts_total", host="0") == 4
     assert value(found, "polarnode_engine_paused") == 1
     assert value(found, "polarnode_stage_sessions", stage="run", place="waiting") == 2

@@ -282,3 +282,9 @@ async def until_idle(engine: WatchedEngine) -> None:
     """Until nothing runs or waits; the test's own timeout ends a wait in vain."""
     while any(host.in_flight or host.running or host.waiting for host in engine.statistics().hosts):  # noqa: ASYNC110 - it has no event
         await trio.sleep(0.05)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Until a condition holds that has no event; the test's own timeout ends a wait in vain."""
+    while not holds():  # noqa: ASYNC110
+        await trio.sleep(0.01)

@@ -30,7 +30,7 @@ from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.scheduler import Scheduler
-from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
+from polarnode.rollouts.services import NodeIdentity, NodeServices, SessionPlaces, Stages, UnboundedPlaces
 from polarnode.rollouts.session import Session
 from polarnode.support.concurrency import PrioritySemaphore
 
@@ -193,6 +193,7 @@ async def town(
     run: int = 8,
     post: int = 8,
     warm: int = 2,
+    places: SessionPlaces | None = None,
 ) -> AsyncIterator[Town]:
     runtimes, notes, sessions_by_key, doors = (
         Containers(programs=dict(programs or {})),
@@ -220,6 +221,7 @@ async def town(
         drops_thinking=lambda new: any(message.role == "user" for message in new),
         judge=no_judge,
         allowed_imports=ALLOWED,
+        places=places or UnboundedPlaces(),
     )
     async with trio.open_nursery() as nursery:
         scheduler = Scheduler(nursery, services, SessionRegistry(services), sessions_by_key, warm)

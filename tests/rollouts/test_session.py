@@ -3,6 +3,7 @@ is lost with it.
 """
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ async def test_the_container_outlives_a_long_wait_in_ready(autojump_clock: Clock
     async with town(tmp_path, {"agent": agent()}) as place:
         await place.one(budgets={"init_s": 10.0, "run_s": 100.0, "post_s": 20.0})
     assert place.runtimes.lifetimes == [
-        10 + session_containers.READY_S + 100 + 40 + session_containers.TEARDOWN_S
+        10
+        + session_containers.READY_S
+        + (100 + session_containers.HELD_MOST_S)
+        + 40
+        + session_containers.TEARDOWN_S
     ]
 
 
@@ -110,6 +115,77 @@ async def test_a_harness_out_of_time_keeps_its_turns_and_is_judged(
     assert (found.reward, found.metrics["evaluation"]) == (9.0, {"seen": "timeout"})
     assert sum(trace.loss_mask.count(1) for trace in found.traces) == found.metrics["trainable_tokens"] > 0
     assert round(found.timing.run_s) == 60
+
+
+class Cache:
+    """Places in an engine's cache: `free` of them. Calls of each session are held for `held_s`, 10 s after
+    it began.
+    """
+
+    def __init__(self, free: int, held_s: float = 0.0) -> None:
+        self.free, self.held_s, self.began = free, held_s, list[str]()
+
+    def begin_session(
+        self, session: str, kind: str, group: str, credit: Callable[[float], None]
+    ) -> str | None:
+        if not self.free:
+            return "engine: its cache is full"
+        self.free -= 1
+        self.began.append(session)
+        if self.held_s:
+            trio.lowlevel.spawn_system_task(self._hold, credit)
+        return None
+
+    def end_session(self, session: str) -> None:
+        if session in self.began:
+            self.began.remove(session)
+            self.free += 1
+
+    async def _hold(self, credit: Callable[[float], None]) -> None:
+        await trio.sleep(10)
+        credit(self.held_s)
+
+
+async def test_a_session_begins_when_the_engine_s_cache_has_room_for_it(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    cache = Cache(free=1)
+    async with town(tmp_path, {"agent": agent()}, places=cache) as place:
+        place.submit(num_samples=3)
+        await trio.sleep(1)
+        assert len(cache.began) == 1
+        stage = place.stages.run.statistics()
+        assert (stage.inside, stage.waiting, stage.held_back) == (1, 2, "engine: its cache is full")
+        await place.over()
+    assert cache.free == 1
+    assert [each.outcome.status for each in place.published] == ["completed"] * 3
+    assert len({round(each.timing.ready_s) for each in place.published}) == 3, "one after another"
+
+
+async def test_a_session_that_is_cancelled_before_its_place_leaves_none(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    cache = Cache(free=0)
+    async with town(tmp_path, {"agent": agent()}, places=cache) as place:
+        (session_id,) = place.submit()
+        await trio.sleep(1)
+        place.scheduler.cancel_session(session_id)
+        await place.over()
+    assert place.of(session_id).outcome.status == "cancelled"
+    assert (cache.free, cache.began) == (0, [])
+
+
+@pytest.mark.parametrize(("held_s", "run_s"), [(30.0, 90.0), (1000.0, 660.0)])
+async def test_what_calls_were_held_costs_no_budget_within_its_bound(
+    autojump_clock: Clock, tmp_path: Path, held_s: float, run_s: float
+) -> None:
+    async with town(
+        tmp_path, {"agent": agent(turns=1000, each=7.0)}, places=Cache(free=1, held_s=held_s)
+    ) as place:
+        found = await place.one(budgets={"run_s": 60.0})
+    assert (found.outcome.status, found.outcome.clock) == ("timeout", "run")
+    assert round(found.timing.run_s) == run_s
+    assert found.timing.held_s == held_s
 
 
 @pytest.mark.parametrize("bug", [False, True])

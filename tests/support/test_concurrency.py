@@ -151,3 +151,74 @@ def test_whatever_the_limits_do_the_stage_ends_empty(
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
+
+
+class Cake:
+    """A place of which there are few."""
+
+    def __init__(self, left: list[int]) -> None:
+        self.left = left
+
+    def take(self) -> str | None:
+        if not self.left:
+            return "no cake"
+        self.left.pop()
+        return None
+
+    def give_back(self) -> None:
+        self.left.append(1)
+
+
+async def test_the_first_in_line_waits_for_its_place_and_nobody_passes_it(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    semaphore, left, entered = PrioritySemaphore(limit=9), [1], list[str]()
+
+    async def visit(name: str, place: Cake | None) -> None:
+        async with semaphore.slot(priority=50, place=place):
+            entered.append(name)
+            await trio.sleep(10)
+
+    async with trio.open_nursery() as nursery:
+        for name, place in (("a", Cake(left)), ("b", Cake(left)), ("plain", None)):
+            nursery.start_soon(visit, name, place)
+            await trio.testing.wait_all_tasks_blocked()
+        assert entered == ["a"]
+        assert semaphore.is_refused
+        assert semaphore.statistics().held_back == "no cake"
+        await trio.sleep(10.5)
+        assert sorted(entered) == ["a", "b", "plain"], "a gave its place back as it left"
+        assert not semaphore.is_refused
+    assert left == [1]
+
+
+async def test_a_place_that_is_there_again_is_found_by_adjusting(autojump_clock: trio.abc.Clock) -> None:
+    semaphore, left = PrioritySemaphore(limit=9), list[int]()
+
+    async def visit() -> None:
+        async with semaphore.slot(priority=50, place=Cake(left)):
+            pass
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(visit)
+        await trio.testing.wait_all_tasks_blocked()
+        left.append(1)
+        semaphore.adjust(9)
+    assert left == [1]
+
+
+async def test_whoever_gives_up_gives_its_place_back_and_lets_others_by(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    semaphore, left = PrioritySemaphore(limit=9), list[int]()
+    with trio.move_on_after(1):
+        async with semaphore.slot(priority=50, place=Cake(left)):
+            raise AssertionError("entered without a place")
+    assert not semaphore.is_refused
+    left.append(1)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with semaphore.slot(priority=50, place=Cake(left)):
+            raise AssertionError("entered though cancelled")
+    assert left == [1]
+    assert semaphore.statistics().inside == 0

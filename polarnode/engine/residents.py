@@ -1,0 +1,221 @@
+"""The sessions of one engine host, and the calls that wait for their session's place in its cache.
+
+`residency.Residency` decides; here its decisions are carried out in time: a held call waits for an event, the
+engine is told whose prefixes it may drop, and a session's clock is given what its calls were held. Every way
+out of a wait gives the place back, synchronously.
+"""
+
+import logging
+from collections.abc import Callable
+
+import trio
+from attrs import define, field
+
+from polarnode.core.ports import GenerateOrder
+from polarnode.engine.calls import Call
+from polarnode.engine.residency import HOLD_S, HeldCall, Residency, ResidencyStatistics
+
+logger = logging.getLogger(__name__)
+
+# of all prompt tokens that are read again while that was not decided, what an operator should know of: the
+# policy itself stays below 2 %
+WARN_SHARE = 0.05
+WARN_TOKENS = 200_000  # prompt tokens before a share means something: some ten long prompts
+WARN_EVERY_S = 600.0  # the log of a week stays readable
+
+Credit = Callable[[float], None]  # moves a session's deadline by seconds, which may be negative
+
+
+@define(eq=False)
+class _Wait:
+    """A held call. `lost`: the host died, so another one must be asked."""
+
+    held: trio.Event = field(factory=trio.Event)
+    lost: bool = False
+
+
+@define(eq=False)
+class _Holding:
+    """The held calls of a session, since the first of them."""
+
+    since: float
+    calls: int = 0
+
+
+@define(eq=False)
+class Residents:
+    """`machine` is None where the engine's capacity is not known, or the policy is off: then every call
+    passes. `forget` sends the engine the name of a session whose prefixes may go first.
+    """
+
+    index: int
+    forget: Callable[[str], None]
+    machine: Residency | None = None
+    _waits: dict[str, _Wait] = field(factory=dict, init=False)  # by request
+    _credits: dict[str, Credit] = field(factory=dict, init=False)  # by session
+    _holding: dict[str, _Holding] = field(factory=dict, init=False)  # by session
+    _wake: trio.Event = field(factory=trio.Event, init=False)
+    _warned: tuple[float, int, int] = field(default=(0.0, 0, 0), init=False)
+
+    @property
+    def statistics(self) -> ResidencyStatistics | None:
+        return None if self.machine is None else self.machine.statistics(trio.current_time())
+
+    def open(self, capacity: int, longest: int) -> None:
+        """The host serves, with an empty cache of so many tokens. What was learned before stays."""
+        if self.machine is None:
+            self.machine = Residency(capacity=capacity, longest=longest)
+        self.machine.capacity = capacity
+        self._wake.set()
+
+    # ── sessions ──────────────────────────────────────────────────────────────
+
+    def has(self, session: str) -> bool:
+        """Whether the session's tokens are counted here."""
+        return self.machine is not None and self.machine.has(session)
+
+    def may_begin(self, kind: str, now: float) -> bool:
+        """Whether another session of a kind may begin here."""
+        return self.machine is None or self.machine.may_begin(kind, now)
+
+    def rank(self, group: str) -> tuple[bool, int]:
+        """Of several hosts, the one with the least rank is best for a session of `group`."""
+        return (True, 0) if self.machine is None else (not self.machine.has_group(group), -self.machine.room)
+
+    def begin(self, session: str, kind: str, group: str, credit: Credit) -> None:
+        """A session begins here."""
+        if self.machine is not None:
+            self.machine.begin(session, kind, trio.current_time(), group=group)
+            self._credits[session] = credit
+
+    def over(self, session: str) -> None:
+        """A session ended. Calls of it that are still held go to the engine, where their ends find them."""
+        self._credits.pop(session, None)
+        if self.machine is not None and self.machine.has(session):
+            for call in self.machine.over(session):
+                self._let_go(call)
+            self.forget(session)
+            self._look()
+
+    # ── calls ─────────────────────────────────────────────────────────────────
+
+    async def enter(self, order: GenerateOrder) -> bool:
+        """Wait for the place of an order's session. False: the host died meanwhile."""
+        if self.machine is None or not order.affinity:
+            return True
+        call, session, now = order.request_id, order.affinity, trio.current_time()
+        if self.machine.ask(call, session, order.chain, now, tokens=len(order.prompt)):
+            return True
+        wait = self._waits[call] = _Wait()
+        self._hold(session, now)
+        self._look()
+        self._wake.set()
+        try:
+            await wait.held.wait()
+        except trio.Cancelled:
+            if wait.held.is_set():
+                self.left(order)
+            else:
+                self.machine.withdraw(call)
+                self._release(call, session)
+            raise
+        return not wait.lost
+
+    def left(self, order: GenerateOrder) -> None:
+        """A call that had its place was never sent."""
+        if self.machine is not None:
+            self.machine.ended(order.affinity, order.chain, tokens=None, now=trio.current_time())
+            self._look()
+
+    def read(self, call: Call) -> None:
+        """The engine has read the prompt of a call."""
+        if self.machine is not None:
+            self.machine.read(
+                call.session,
+                call.chain,
+                prompt=call.prompt_tokens,
+                cached=call.cached,
+                seconds=trio.current_time() - call.sent,
+            )
+
+    def ended(self, call: Call) -> None:
+        """A call is over."""
+        if self.machine is not None:
+            tokens = call.prompt_tokens + call.sampled if call.was_read else None
+            self.machine.ended(call.session, call.chain, tokens=tokens, now=trio.current_time())
+            self._look()
+
+    def lost(self) -> None:
+        """The host died with its cache."""
+        if self.machine is not None:
+            for call in self.machine.lost():
+                self._waits[call.id].lost = True
+                self._let_go(call)
+
+    def cold(self) -> None:
+        """The weights changed: nothing that is cached is found again."""
+        if self.machine is not None:
+            self.machine.cold()
+
+    # ── time ──────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Let calls go when their time has come, until cancelled."""
+        while True:
+            deadline = float("inf")
+            if self.machine is not None:
+                self._look()
+                deadline = max(self.machine.next_look(trio.current_time()), trio.current_time() + 0.01)
+                self._warn(self.machine)
+            self._wake = trio.Event()
+            with trio.move_on_at(deadline):
+                await self._wake.wait()
+
+    def _look(self) -> None:
+        if self.machine is not None:
+            for call in self.machine.look(trio.current_time()):
+                self._let_go(call)
+            for session in self.machine.displaced():
+                self.forget(session)
+
+    def _let_go(self, call: HeldCall) -> None:
+        self._waits[call.id].held.set()
+        self._release(call.id, call.session)
+
+    # ── a session's clock ─────────────────────────────────────────────────────
+
+    def _hold(self, session: str, now: float) -> None:
+        """Its clock is moved for the whole time that it may be held, so that it does not end meanwhile."""
+        holding = self._holding.get(session)
+        if holding is None:
+            holding = self._holding[session] = _Holding(since=now)
+            if (credit := self._credits.get(session)) is not None:
+                credit(HOLD_S)
+        holding.calls += 1
+
+    def _release(self, call: str, session: str) -> None:
+        del self._waits[call]
+        holding = self._holding[session]
+        holding.calls -= 1
+        if not holding.calls:
+            del self._holding[session]
+            if (credit := self._credits.get(session)) is not None:
+                credit(trio.current_time() - holding.since - HOLD_S)
+
+    def _warn(self, machine: Residency) -> None:
+        now, totals = trio.current_time(), machine.feedback.totals
+        before, prompt, again = self._warned
+        read = totals.prompt - prompt
+        if now < before + WARN_EVERY_S or read < WARN_TOKENS:
+            return
+        share = (totals.unplanned - again) / read
+        self._warned = (now, totals.prompt, totals.unplanned)
+        if share > WARN_SHARE:
+            logger.warning(
+                "engine host %d read %.0f %% of its prompt tokens again, because its cache of %d tokens had"
+                " dropped them: give it more of the GPU (mem_fraction), a cache in main memory"
+                " (enable_hierarchical_cache), or fewer sessions at once (run_limit)",
+                self.index,
+                100 * share,
+                machine.capacity,
+            )

@@ -1,0 +1,180 @@
+"""Sessions on engines whose caches are counted: with simulated engines of few tokens, processes of their own."""
+
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from attrs import evolve
+from fakes_engine import order, until
+
+from polarnode.core.ports import GenerateOrder
+from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.protocol import Simulation
+from polarnode.engine.residency import ResidencyStatistics
+from polarnode.engine.settings import EngineSettings, External, Simulated
+from polarnode.node.config import TINY_MODEL
+from polarnode.node.opening import simulated_marks
+from polarnode.tokens.template import load_model
+
+CAPACITY = 40_000
+SMALL_CACHE = Simulation(kv_tokens=CAPACITY, speed=200.0)
+
+
+def settings(folder: Path, *, gpus: tuple[int, ...] = (0,), residency: bool = True) -> EngineSettings:
+    model = load_model(TINY_MODEL)
+    return EngineSettings(
+        model_path=TINY_MODEL,
+        device="cuda",
+        gpus=gpus,
+        state_dir=folder,
+        residency=residency,
+        simulated=Simulated(
+            simulation=SMALL_CACHE,
+            marks=simulated_marks(model.family),
+            vocab_size=model.tokenizer.vocab_size,
+        ),
+    )
+
+
+@asynccontextmanager
+async def engines(
+    folder: Path, *, gpus: tuple[int, ...] = (0,), residency: bool = True
+) -> AsyncIterator[Engines]:
+    with trio.fail_after(120):
+        async with open_engines(settings(folder, gpus=gpus, residency=residency)) as found:
+            yield found
+
+
+def call(session: str, tokens: int, *, seed: int = 1) -> GenerateOrder:
+    base = order(max_tokens=8)
+    prompt = array("i", [(seed * 31 + place * 7) % 200 + 10 for place in range(tokens)])
+    return evolve(base, prompt=prompt, affinity=session, chain="0")
+
+
+async def sampled(found: Engines, asked: GenerateOrder) -> int:
+    """Tokens of the prompt that were cached."""
+    cached = 0
+    async with found.generate(asked) as chunks:
+        async for chunk in chunks:
+            cached = max(cached, chunk.cached_tokens)
+    return cached
+
+
+def of(found: Engines, index: int = 0) -> ResidencyStatistics:
+    statistics = found.statistics().hosts[index].residency
+    assert statistics is not None
+    return statistics
+
+
+def begin(found: Engines, session: str, group: str = "g", credits: list[float] | None = None) -> str | None:
+    return found.begin_session(session, "pi", group, (credits if credits is not None else []).append)
+
+
+async def test_sessions_are_counted_by_what_the_engine_read(tmp_path: Path) -> None:
+    async with engines(tmp_path) as found:
+        assert begin(found, "a") is None
+        assert await sampled(found, call("a", 6_000)) == 0
+        assert await sampled(found, call("a", 7_000)) > 5_800
+        figures = of(found)
+        assert (figures.capacity, figures.idle, figures.busy) == (CAPACITY, 1, 0)
+        assert figures.tokens == 7_008
+        assert figures.reread_unplanned < 128, "the last page is read again"
+        found.end_session("a")
+        assert of(found).tokens == 0
+
+
+async def test_no_more_begin_than_the_cache_is_expected_to_hold(tmp_path: Path) -> None:
+    async with engines(tmp_path) as found:
+        begun = 0
+        while (why := begin(found, f"s{begun}")) is None:
+            begun += 1
+            assert begun < 100
+        assert begun == 6, "0.8 of the cache, in sessions of an eighth of it"
+        assert why == "engine: its cache has no room for what another session would become"
+        found.end_session("s0")
+        assert begin(found, "another") is None
+
+
+async def test_a_displaced_session_s_call_is_held_until_another_ends(tmp_path: Path) -> None:
+    credits: list[float] = []
+    async with engines(tmp_path) as found:
+        for number, name in enumerate(("a", "b")):
+            assert begin(found, name, name, credits if name == "b" else None) is None
+            await sampled(found, call(name, 21_000 - number, seed=number))
+        assert of(found).displaced == 1
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sampled, found, call("b", 21_100, seed=1))
+            await until(lambda: of(found).held == 1)
+            await trio.sleep(0.3)
+            assert of(found).held == 1
+            found.end_session("a")
+        assert (of(found).held, of(found).displaced, of(found).idle) == (0, 0, 1)
+    assert 0.3 <= sum(credits) < 30
+
+
+async def test_a_held_call_ends_with_its_client_and_a_host_that_dies(tmp_path: Path) -> None:
+    async with engines(tmp_path) as found:
+        for number, name in enumerate(("a", "b")):
+            assert begin(found, name, name) is None
+            await sampled(found, call(name, 21_000 - number, seed=number))
+        with trio.move_on_after(0.3) as scope:
+            await sampled(found, call("b", 21_100, seed=1))
+        assert scope.cancelled_caught
+        assert of(found).held == 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sampled, found, call("b", 21_100, seed=1))
+            await until(lambda: of(found).held == 1)
+            found._hosts[0].restart_with_reason("killed by the test")
+        assert found.restarts == (1,)
+        assert of(found).tokens == 21_108, "read by the host that came back"
+
+
+async def test_a_session_keeps_its_host_and_a_group_comes_together(tmp_path: Path) -> None:
+    async with engines(tmp_path, gpus=(0, 1)) as found:
+        for name, group in (("a", "one"), ("b", "two"), ("c", "one")):
+            assert begin(found, name, group) is None
+        at = {name: [host.index for host in found._hosts if host.residents.has(name)] for name in "abc"}
+        assert at["a"] == at["c"]
+        for name in "abc":
+            await sampled(found, call(name, 3_000))
+        after = {name: [host.index for host in found._hosts if host.residents.has(name)] for name in "abc"}
+        assert after == at
+
+
+async def test_new_weights_make_the_next_read_a_planned_one(tmp_path: Path) -> None:
+    async with engines(tmp_path) as found:
+        assert begin(found, "a") is None
+        await sampled(found, call("a", 6_000))
+        await found.update_weights_from_disk(TINY_MODEL, "1")
+        assert await sampled(found, call("a", 6_100)) == 0
+        figures = of(found)
+        assert figures.reread_unplanned == 0
+        assert figures.reread_planned > 5_900
+
+
+async def test_switched_off_every_session_begins(tmp_path: Path) -> None:
+    async with engines(tmp_path, residency=False) as found:
+        assert [begin(found, f"s{number}") for number in range(50)] == [None] * 50
+        await sampled(found, call("s0", 6_000))
+        assert found.statistics().hosts[0].residency is None
+
+
+def test_a_cache_without_bounds_and_one_of_others_is_not_counted(tmp_path: Path) -> None:
+    mine = settings(tmp_path)
+    assert mine.has_residency
+    assert mine.simulated is not None
+    unbounded = evolve(mine.simulated, simulation=Simulation())
+    assert not evolve(mine, simulated=unbounded).has_residency
+    servers = External(urls=("http://127.0.0.1:1",), vocab_size=1, context_length=1)
+    assert not evolve(mine, simulated=None, external=servers).has_residency
+
+
+@pytest.mark.parametrize("session", ["", "unknown"])
+async def test_calls_that_began_nowhere_are_served(tmp_path: Path, session: str) -> None:
+    async with engines(tmp_path) as found:
+        assert await sampled(found, call(session, 2_000)) == 0
+        found.end_session(session)
+        assert of(found).tokens == 0

@@ -1,0 +1,174 @@
+"""Calls that wait for their session's place: how they are let go, how they give up, and what it costs a clock."""
+
+from array import array
+
+import pytest
+import trio
+import trio.testing
+
+from polarnode.core.conversation import Sampling
+from polarnode.core.ports import GenerateOrder
+from polarnode.engine.calls import Call
+from polarnode.engine.protocol import Piece
+from polarnode.engine.residency import HOLD_S
+from polarnode.engine.residents import Residents
+
+CAPACITY = 100_000
+
+
+def order(session: str, tokens: int, *, number: int = 0) -> GenerateOrder:
+    return GenerateOrder(
+        request_id=f"{session}-{number}",
+        prompt=array("i", [1]) * tokens,
+        sampling=Sampling(),
+        stop_ids=(),
+        affinity=session,
+        chain="0",
+    )
+
+
+def play(found: Residents, asked: GenerateOrder, *, cached: int = 0) -> None:
+    """The engine serves a call that has its place."""
+    call = Call(
+        rid=asked.request_id,
+        session=asked.affinity,
+        chain=asked.chain,
+        sent=trio.current_time(),
+        prompt_tokens=len(asked.prompt),
+    )
+    assert call.take(Piece(rid=call.rid, ids=b"", logprobs=b"", cached_tokens=cached, version="0"))
+    found.read(call)
+    found.ended(call)
+
+
+class Room:
+    """A host with two sessions that do not fit together: b is displaced."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+        self.credits: list[float] = []
+        self.found = Residents(0, self.forgotten.append)
+
+    async def fill(self) -> None:
+        self.found.open(CAPACITY, 50_000)
+        for session, tokens in (("a", 60_000), ("b", 50_000)):
+            self.found.begin(session, "pi", "group", self.credits.append)
+            assert await self.found.enter(order(session, tokens))
+            play(self.found, order(session, tokens))
+        assert self.forgotten == ["b"], "the engine may drop the smaller one's prefix first"
+
+
+@pytest.fixture
+async def room() -> Room:
+    found = Room()
+    await found.fill()
+    return found
+
+
+async def test_without_a_capacity_every_call_passes() -> None:
+    found = Residents(0, lambda session: None)
+    assert found.may_begin("pi", 0.0)
+    assert await found.enter(order("a", 10))
+    assert found.statistics is None
+
+
+async def test_a_held_call_goes_when_another_session_ends(room: Room, autojump_clock: trio.abc.Clock) -> None:
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(room.found.enter, order("b", 50_100))
+        await trio.sleep(5)
+        figures = room.found.statistics
+        assert figures is not None
+        assert (figures.held, figures.displaced, figures.oldest_held_s) == (1, 1, 5.0)
+        room.found.over("a")
+    assert trio.current_time() - began == pytest.approx(5)
+    assert room.credits == [HOLD_S, pytest.approx(5 - HOLD_S)], (
+        "moved by what it may wait, then by what it did"
+    )
+
+
+async def test_a_held_call_goes_after_its_bound(room: Room, autojump_clock: trio.abc.Clock) -> None:
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(room.found.run)
+        assert await room.found.enter(order("b", 50_100))
+        nursery.cancel_scope.cancel()
+    assert HOLD_S <= trio.current_time() - began < HOLD_S + 1
+    assert sum(room.credits) == pytest.approx(HOLD_S, abs=1)
+
+
+async def test_a_client_that_leaves_while_held_leaves_nothing(
+    room: Room, autojump_clock: trio.abc.Clock
+) -> None:
+    with trio.move_on_after(3) as scope:
+        await room.found.enter(order("b", 50_100))
+    assert scope.cancelled_caught
+    figures = room.found.statistics
+    assert figures is not None
+    assert figures.held == 0
+    assert sum(room.credits) == pytest.approx(3)
+    room.found.over("a")
+    assert await room.found.enter(order("b", 50_100))
+
+
+async def test_two_held_calls_of_a_session_move_its_clock_once(
+    room: Room, autojump_clock: trio.abc.Clock
+) -> None:
+    async with trio.open_nursery() as nursery:
+        for number in range(2):
+            nursery.start_soon(lambda number=number: room.found.enter(order("b", 50_100, number=number)))
+        await trio.sleep(5)
+        room.found.over("a")
+    assert sum(room.credits) == pytest.approx(5)
+
+
+async def test_a_host_that_dies_sends_held_calls_elsewhere(
+    room: Room, autojump_clock: trio.abc.Clock
+) -> None:
+    async def ask() -> None:
+        assert not await room.found.enter(order("b", 50_100)), "another host is to be asked"
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask)
+        await trio.testing.wait_all_tasks_blocked()
+        room.found.lost()
+    assert not room.found.has("a")
+
+
+async def test_a_place_is_given_back_by_a_call_that_is_never_sent(
+    room: Room, autojump_clock: trio.abc.Clock
+) -> None:
+    assert await room.found.enter(order("a", 60_100))
+    figures = room.found.statistics
+    assert figures is not None
+    assert figures.busy == 1
+    room.found.left(order("a", 60_100))
+    figures = room.found.statistics
+    assert figures is not None
+    assert figures.busy == 0
+
+
+async def test_a_session_that_ends_lets_its_held_calls_go(room: Room, autojump_clock: trio.abc.Clock) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(room.found.enter, order("b", 50_100))
+        await trio.testing.wait_all_tasks_blocked()
+        room.found.over("b")
+    assert room.forgotten == ["b", "b"]
+
+
+async def test_reading_again_without_a_decision_is_logged_with_a_remedy(
+    autojump_clock: trio.abc.Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Residents(3, lambda session: None)
+    found.open(10**6, 50_000)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(found.run)
+        for number in range(20):
+            asked = order("a", 20_000 + number, number=number)
+            assert await found.enter(asked)
+            play(found, asked)
+            await trio.sleep(60)
+        nursery.cancel_scope.cancel()
+    (line,) = {record.message for record in caplog.records if record.levelname == "WARNING"}
+    assert "engine host 3 read" in line
+    assert "mem_fraction" in line
