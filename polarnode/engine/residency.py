@@ -24,7 +24,7 @@ LEAVE: Final = 0.98  # of the budget: above it idle sessions are displaced
 RETURN: Final = 0.92
 # seconds that a call is held at most: harnesses wait 300 s for an answer that is not streamed, and the
 # engine's own queue comes on top; an unbounded hold gains less than 1 %
-HOLD_S: Final = 55.0
+HOLD_S: Final = 50.0
 GROWTH: Final = 600  # tokens that a call may add: a turn's sample and its tool's result
 AWAY_S: Final = 10.0  # idle seconds after which a session is likelier to stay away than to call
 # what a session counts for that is away for longer than it takes to read the cache: some come back at once
@@ -374,6 +374,7 @@ class Residency:
             found, held = self._sessions[session], calls[session]
             if now - held[0].since >= HOLD_S:
                 self._return(found)
+                self.feedback.expired += len(held)
             elif not self._comes_back(found, now):
                 continue
             for call in held:

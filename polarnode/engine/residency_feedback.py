@@ -16,9 +16,11 @@ SHRINK, GROW = 0.93, 1.01  # of the scale, at a look
 SPARE: Final = 0.985  # of the margin, at a look with calls held too often
 LEAST_SCALE: Final = 0.3  # estimates are wrong by less; beyond it something else is
 TOO_MUCH, LITTLE = 0.03, 0.01  # of all prompt tokens, read again without a decision
-OFTEN: Final = 0.01  # of all calls, held: the waits that 99 of 100 calls are to be spared
+# of all calls, held, and held for as long as one may be: 99 of 100 are to be spared waits, the engine's own
+# included
+OFTEN, TOO_LONG = 0.007, 0.006
 LOANS: Final = 0.045  # of all prompt tokens, read again while places are lent: more costs more than it gains
-SELDOM: Final = 0.8  # of OFTEN or LOANS: below it more sessions may begin
+SELDOM: Final = 0.8  # of those: below it more sessions may begin
 ROOM: Final = 0.85  # of the budget: with less at once since the last look more sessions could run
 # of all tokens, those of sessions that are away: above the first their places are lent, below the second not
 LEND, KEEP = 0.18, 0.12
@@ -39,8 +41,8 @@ class PromptTokens:
 @define(eq=False)
 class Feedback:
     """`scale`: of the capacity, what the budget is. `margin`: of the budget, what may be expected for a
-    session to begin. `lends`: whether places of sessions that are away are lent. `calls`, `holds`, `peak`
-    and `waited` are since the last look.
+    session to begin. `lends`: whether places of sessions that are away are lent. `calls`, `holds`,
+    `expired`, `peak` and `waited` are since the last look.
     """
 
     scale: float = 1.0
@@ -50,10 +52,12 @@ class Feedback:
     looked: float = 0.0
     calls: int = 0
     holds: int = 0
+    expired: int = 0  # calls that were held to the bound
     peak: int = 0  # tokens at once
     waited: bool = False  # somebody was refused a start
     _lately: PromptTokens = field(factory=PromptTokens, init=False)  # since the last look
     _often: float = field(default=0.0, init=False)  # share of calls that were held
+    _long: float = field(default=0.0, init=False)  # share of calls that were held to the bound
     _again: float = field(default=0.0, init=False)  # share of prompt tokens that was read again
     _away: float = field(default=0.0, init=False)  # share of tokens whose sessions are away
     _tokens_read: float = field(default=0.0, init=False)
@@ -87,7 +91,7 @@ class Feedback:
         if self._lately.prompt:
             self._correct(budget)
         self.looked, self._lately = now, PromptTokens()
-        self.calls, self.holds, self.peak, self.waited = 0, 0, 0, False
+        self.calls, self.holds, self.expired, self.peak, self.waited = 0, 0, 0, 0, False
 
     def _correct(self, budget: int) -> None:
         unplanned = self._lately.unplanned / self._lately.prompt
@@ -98,7 +102,9 @@ class Feedback:
         again = unplanned + self._lately.planned / self._lately.prompt
         self._often += LEARNED * (self.holds / max(1, self.calls) - self._often)
         self._again += LEARNED * (again - self._again)
-        cost = self._again / LOANS if self.lends else self._often / OFTEN
+        self._long += LEARNED * (self.expired / max(1, self.calls) - self._long)
+        loans = max(self._again / LOANS, self._long / TOO_LONG)
+        cost = loans if self.lends else self._often / OFTEN
         if cost > 1:
             self.margin = max(LEAST_MARGIN, self.margin * SPARE)
         elif cost < SELDOM and self.waited and (self.lends or self.peak < ROOM * budget):

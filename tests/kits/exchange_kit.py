@@ -320,5 +320,6 @@ def order(**sampling: Any) -> StartGeneration:
             sampling=Sampling(**sampling),
             stop_ids=(END,),
             affinity="s",
+            chain="0",
         ),
     )
