@@ -1,6 +1,6 @@
 """What an over-subscribed prefix cache costs, and what a policy gets back, in virtual time.
 
-    python benchmarks/kv.py [--policy none|residency|cap=N] [--load 4] [--shape FILE] [--hours 6]
+    python benchmarks/kv.py [--policy none|queue|residency|cap=N] [--load 4] [--shape FILE] [--hours 6]
                             [--seed 1] [--plain-lru] [--json FILE]
 
 One engine (`engine/kv_model.py`), the policy that a node runs (`engine/residency.py`), and agents in a closed
@@ -27,6 +27,8 @@ from attrs import define, field, frozen
 
 from polarnode.engine.kv_model import KvConstants, KvEvent, KvModel
 from polarnode.engine.residency import HeldCall, Residency
+from polarnode.rollouts.machine_watch import LOOK_S
+from polarnode.rollouts.stage_limits import Bounds, Readings, Standing, State, begin, decide
 
 SHAPES: Final = Path(__file__).parent / "kv_shapes"
 P95: Final = 1.645  # standard deviations of a normal distribution
@@ -94,6 +96,7 @@ class Run:
     wanted: int
     forgets: bool  # the engine drops prefixes of displaced sessions first
     cap: int | None
+    queue: Bounds | None  # those of a node whose engine's cache nobody counts
     residency: Residency | None
     chance: random.Random
     model: KvModel = field(init=False)
@@ -115,6 +118,16 @@ class Run:
 
     def __attrs_post_init__(self) -> None:
         self.model = KvModel(self.constants)
+        if self.queue is not None:
+            self._watch_queue(begin(self.queue), self.queue)
+
+    def _watch_queue(self, state: State, bounds: Bounds) -> None:
+        """A node's look at its engine, each second."""
+        working = len(self._running)
+        readings = Readings(running=self.model.running, waiting=self.model.waiting)
+        found = decide(state, readings, Standing(at_work=working, running=working), bounds)
+        self.cap = found.run
+        self._after(LOOK_S, lambda: self._watch_queue(found, bounds))
 
     # ── time ──────────────────────────────────────────────────────────────────
 
@@ -270,7 +283,11 @@ def simulated(
     if policy == "residency":
         residency = Residency(capacity=constants.capacity)
     cap = int(policy.removeprefix("cap=")) if policy.startswith("cap=") else None
-    run = Run(shape, constants, round(load * fits), forgets, cap, residency, random.Random(seed))
+    wanted = round(load * fits)
+    queue = None
+    if policy == "queue":
+        queue = Bounds(init=wanted, run=wanted, post=wanted, memory_mb=0, disk_mb=0)
+    run = Run(shape, constants, wanted, forgets, cap, queue, residency, random.Random(seed))
     run.play(3600 * hours)
     return {
         "policy": policy,
