@@ -544,20 +544,18 @@ def _served(engines: Engines, model: LoadedModel) -> Model:
 
 
 def _machine_watch(config: NodeConfig, stages: Stages, engines: Engines, runtimes: Runtimes) -> MachineWatch:
-    folders = (runtimes.settings.state_dir, Path(config.state_dir))
-    bounds = Bounds(
-        init=config.init_limit,
-        run=config.run_limit,
-        post=config.post_limit,
-        memory_mb=config.memory_reserve_mb,
-        disk_mb=config.disk_reserve_mb,
-    )
     return MachineWatch(
         stages=stages,
-        bounds=bounds,
+        bounds=Bounds(
+            init=config.init_limit,
+            run=config.run_limit,
+            post=config.post_limit,
+            memory_mb=config.memory_reserve_mb,
+            disk_mb=config.disk_reserve_mb,
+        ),
         ready_limit=config.ready_limit,
         engines=engines.statistics,
-        read=partial(read_machine, folders),
+        read=partial(read_machine, (runtimes.settings.state_dir, Path(config.state_dir))),
         pause_prewarm=runtimes.hold,
     )
 
