@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: chaos fleet-chaos demo test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check clean
+.PHONY: chaos fleet-chaos demo gpu gpu-lock test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check clean
 
 PY := .venv/bin/python
 
@@ -15,6 +15,14 @@ setup:
 
 gpu-test: setup
 	$(PY) -m pytest -m gpu tests/test_gpu.py
+
+# Measure what one GPU shows, in parts of eight minutes that go on where they were cut off: out/gpu. DRY=1 plays them on the CPU, in three minutes.
+gpu: setup
+	$(PY) benchmarks/gpu.py $(if $(DRY),--dry-run --out out/gpu-dry,--out out/gpu) $(if $(PARTS),--parts $(PARTS))
+
+# Resolve the environment of a GPU host again, on any machine: tools/constraints-gpu.txt. Two minutes.
+gpu-lock: setup
+	$(PY) tools/lock_gpu.py
 
 # Play the fuzz targets of tests/fuzz for MINUTES together; TARGET=api_google plays one. COVERAGE=1 chooses inputs by coverage, with atheris.
 MINUTES ?= 30

@@ -4,6 +4,7 @@ base: `python benchmarks/adapters.py`, with real SGLang on the CPU and polarnode
 Put: from `Adapters.put` to its return, checks included. Tokens a second: eight calls at once of 200 tokens.
 """
 
+import argparse
 import sys
 import tempfile
 import time
@@ -50,11 +51,15 @@ async def puts(engines: Engines, name: str, rank: int, folder: Path) -> None:
     print(f"put, rank {rank}: p50 {median(found):.1f} ms, max {max(found):.1f} ms of {PUTS}", flush=True)
 
 
-async def main() -> None:
+async def main(gpu: int | None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         plain = EngineSettings(
-            model_path=TINY_MODEL, device="cpu", state_dir=folder / "state", context_length=4096
+            model_path=TINY_MODEL,
+            device="cpu" if gpu is None else "cuda",
+            gpus=() if gpu is None else (gpu,),
+            state_dir=folder / "state",
+            context_length=4096,
         )
         async with open_engines(plain) as engines:
             await speed(engines, ("",))
@@ -75,4 +80,10 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main)
+    options = argparse.ArgumentParser()
+    options.add_argument("--gpu", type=int, help="the GPU of the engine; on the CPU without it")
+    options.add_argument("--puts", type=int, default=PUTS)
+    options.add_argument("--tokens", type=int, default=TOKENS)
+    given = options.parse_args()
+    PUTS, TOKENS = given.puts, given.tokens
+    trio.run(main, given.gpu)

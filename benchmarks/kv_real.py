@@ -2,11 +2,12 @@
 
     python benchmarks/kv_real.py [--kv-tokens 6000] [--seconds 40] [--loads 1,4] [--seed 1] [--json FILE]
 
-Before and after each load the machine's constants are measured, because others use it too: how fast a prompt is
-read, what its past costs, how long a step of sampling takes and what each further request and each token of
-context adds. The same closed loop of sessions runs on the engine, and in virtual time on `engine/kv_model.py`
-with the means of those constants: sampled tokens a second, and the share of known prompt tokens that the cache
-had.
+Before and after each load the machine's constants are measured, because others use it too: how fast a
+prompt is read, what its past costs, how long a step of sampling takes and what each further request and
+each token of context adds. The same closed loop of sessions runs on the engine, and in virtual time on
+`engine/kv_model.py` with the means of those constants: sampled tokens a second, and the share of known
+prompt tokens that the cache had. The same again with sessions that begin when the engine's cache has room
+(`engine/residency.py`).
 """
 
 import argparse
@@ -35,20 +36,33 @@ from polarnode.node.config import TINY_MODEL
 SYSTEM, FIRST, RESULT, SAMPLE, TURNS = 200, 800, 180, 40, 5  # tokens, and calls of a session
 WARM_UP: Final = 0.25
 TRIES: Final = 5
+LOOK_S: Final = 0.05  # seconds between tries of a session to begin
 TOOL_S: Final = 0.1  # seconds between an answer and the next call
+
+
+def enlarge(times: int) -> None:
+    """Sessions of so many times the tokens, for an engine that reads them as fast."""
+    global SYSTEM, FIRST, RESULT, SAMPLE
+    SYSTEM, FIRST, RESULT, SAMPLE = (times * size for size in (SYSTEM, FIRST, RESULT, SAMPLE))
+
+
+def mean_session() -> float:
+    """Tokens that a session has of its own, on average over its calls."""
+    return FIRST + (RESULT + SAMPLE) * (TURNS - 1) / 2
 
 
 def ids(chance: random.Random, count: int) -> list[int]:
     return [chance.randrange(300, 2_000) for _ in range(count)]
 
 
-async def ask(engines: Engines, prompt: list[int], sample: int) -> tuple[int, list[int]]:
+async def ask(engines: Engines, prompt: list[int], sample: int, session: str = "") -> tuple[int, list[int]]:
     """The cached tokens of a call, and what was sampled."""
     order = GenerateOrder(
         request_id=uuid4().hex,
         prompt=array("i", prompt),
         sampling=Sampling(max_tokens=sample, temperature=1.0),
         stop_ids=(),
+        affinity=session,
     )
     async with engines.generate(order) as stream:
         chunks = [chunk async for chunk in stream]
@@ -177,14 +191,34 @@ def sessions(count: int, seed: int) -> list[Session]:
     return [Session(number, system, random.Random(f"{seed} {number}")) for number in range(count)]
 
 
-async def really(engines: Engines, count: int, seconds: float, seed: int) -> dict[str, float]:
+def ignored(seconds: float) -> None:
+    """These sessions have no clock that what a call is held could move."""
+
+
+async def really(
+    engines: Engines, count: int, seconds: float, seed: int, *, places: bool = False
+) -> dict[str, float]:
+    """The load on an engine. With `places` a session begins when the engine's cache has room for it, as those
+    of a node do.
+    """
     figures = Figures(busy_s=seconds * (1 - WARM_UP))
     warm = trio.current_time() + seconds * WARM_UP
 
+    begun: set[str] = set()
+
     async def live(session: Session) -> None:
+        name = ""
         while True:
+            if places and session.turns % TURNS == 0:
+                engines.end_session(name)
+                begun.discard(name)
+                name = f"{session.number}-{session.turns}"
+                begun.add(name)
+                # a node's stage looks again each second too
+                while engines.begin_session(name, "agent", name, ignored) is not None:  # noqa: ASYNC110
+                    await trio.sleep(LOOK_S)
             known_before = session.known if session.turns % TURNS else 0
-            cached, sampled = await ask(engines, session.next_prompt(), SAMPLE)
+            cached, sampled = await ask(engines, session.next_prompt(), SAMPLE, name)
             session.answered(sampled)
             if trio.current_time() >= warm:
                 figures.count(known_before, cached, len(sampled))
@@ -194,6 +228,8 @@ async def really(engines: Engines, count: int, seconds: float, seed: int) -> dic
         async with trio.open_nursery() as nursery:
             for session in sessions(count, seed):
                 nursery.start_soon(live, session)
+    for name in begun:
+        engines.end_session(name)
     return figures.result()
 
 
@@ -253,10 +289,11 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
         async with open_engines(settings) as engines:
             found: dict[str, Any] = {}
             before = await measured(engines, options.kv_tokens)
-            fits = options.kv_tokens / (FIRST + (RESULT + SAMPLE) * (TURNS - 1) / 2)
+            fits = options.kv_tokens / mean_session()
             for load in map(float, options.loads.split(",")):
                 count = max(1, round(load * fits))
                 real = await really(engines, count, options.seconds, options.seed)
+                begun = await really(engines, count, options.seconds, options.seed, places=True)
                 after = await measured(engines, options.kv_tokens)
                 constants, overhead_s = between(before, after)
                 model = predicted(constants, overhead_s, count, options.seconds, options.seed)
@@ -265,6 +302,8 @@ async def main(options: argparse.Namespace) -> dict[str, Any]:
                     "sessions": count,
                     "constants": {**asdict(constants), "overhead_s": overhead_s},
                     "real": real,
+                    "real_with_residency": begun,
+                    "gain": round(begun["tokens_per_s"] / real["tokens_per_s"], 3),
                     "predicted": model,
                     "ratio": share,
                 }

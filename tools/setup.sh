@@ -35,13 +35,13 @@ fi
 
 extra=cpu
 command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && extra=gpu
-stamp=.venv/polarnode-$extra-$(cat pyproject.toml tools/constraints-cpu.txt tools/setup.sh | sha256sum | cut -c1-16)
+stamp=.venv/polarnode-$extra-$(cat pyproject.toml tools/constraints-$extra.txt tools/setup.sh | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
   [ -x .venv/bin/python ] || { say "making .venv with $("$python" --version)"; "$python" -m venv .venv; }
   pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check)
   if [ "$extra" = gpu ]; then
     say "installing polarnode with full SGLang for GPUs (about 4.3 GB, some minutes)"
-    "${pip[@]}" install --editable '.[gpu,test]'
+    "${pip[@]}" install --constraint tools/constraints-gpu.txt --editable '.[gpu,test]'
   else
     say "installing polarnode with the slim SGLang for CPUs (about 0.7 GB, a minute or two)"
     "${pip[@]}" install --constraint tools/constraints-cpu.txt --editable '.[cpu,test]'

@@ -1,0 +1,82 @@
+"""The arguments of a GPU's engine, as SGLang's own class reads them, and the lock of its environment: no GPU is
+needed for either.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polarnode.engine.settings import EngineSettings, engine_arguments
+
+ROOT = Path(__file__).parents[2]
+DENSE = {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+MIXTURE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+
+
+def arguments(folder: Path, config: dict[str, Any], **more: Any) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = EngineSettings(
+        **{"model_path": folder, "device": "cuda", "gpus": (0, 1), "tp": 2, "state_dir": folder, **more}
+    )
+    return engine_arguments(settings, nccl_port=23_456)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        (DENSE, {}),
+        (DENSE, {"mem_fraction": 0.8, "max_total_tokens": 350_000, "max_running_requests": 256}),
+        (DENSE, {"context_length": 65_536, "dtype": "bfloat16", "weight_version": "7"}),
+        (DENSE, {"lora_rank": 32, "lora_slots": 4}),
+        (DENSE, {"memory_saver": "backup", "session_cache": True}),
+        (DENSE, {"memory_saver": "discard"}),
+        (MIXTURE, {"routed_experts": True}),
+        (MIXTURE, {"lora_rank": 8, "lora_modules": ("q_proj", "v_proj")}),
+        (DENSE, {"extra": {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}}),
+    ],
+    ids=["plain", "limits", "context", "lora", "saver", "discard", "experts", "lora of a mixture", "extra"],
+)
+def test_sglang_knows_every_argument_and_takes_its_type(
+    tmp_path: Path, config: dict[str, Any], more: dict[str, Any]
+) -> None:
+    import msgspec
+    from sglang.srt.server_args import ServerArgs
+
+    given = arguments(tmp_path, config, **more)
+    known = {each.name: each.type for each in msgspec.structs.fields(ServerArgs)}
+    assert not set(given) - set(known), "SGLang does not know these"
+    for name in given.keys() - {"lora_target_modules"}:  # a set or a list, which msgspec does not read
+        msgspec.convert(given[name], known[name])
+    found = ServerArgs(**given)
+    assert {name: getattr(found, name) for name in given} == given
+    assert (found.device, found.tp_size, found.nccl_port) == ("cuda", 2, 23_456)
+
+
+def test_the_lock_of_a_gpu_host_has_what_the_project_pins() -> None:
+    lock = (ROOT / "tools" / "constraints-gpu.txt").read_text()
+    pins = dict(line.split("==") for line in lock.splitlines() if not line.startswith("#"))
+    project = (ROOT / "pyproject.toml").read_text()
+    for name in ("sglang", "transformers", "tokenizers"):
+        assert f'"{name}=={pins[name]}"' in project
+    assert len(pins) > 200
+    assert {"torch", "sglang-kernel", "flashinfer-python", "nvidia-nccl-cu13"} <= set(pins)
+    assert not re.search(r"https?://|@|file:", lock), "no host, no path"
+
+
+def test_the_lock_is_what_pip_would_install_but_ourselves() -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        from lock_gpu import lines
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    report = {"install": [_package("Zeta_One", "2"), _package("polarnode", "0.1"), _package("alpha", "1.0")]}
+    assert lines(report) == ["alpha==1.0", "zeta-one==2"]
+
+
+def _package(name: str, version: str) -> dict[str, Any]:
+    return {"metadata": {"name": name, "version": version}}
