@@ -31,13 +31,14 @@ from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.node import opening
 from polarnode.node.config import NodeConfig
 from polarnode.node.orphan import orphaned
+from polarnode.rollouts.services import UnboundedPlaces
 
 BYTES_A_TOKEN = 27  # of a trajectory's JSON: its id, its logprob, its mask
 
 
 @define(eq=False)
-class HollowEngine(ScriptedEngine):
-    """An engine that has what a node asks of its own besides tokens."""
+class HollowEngine(ScriptedEngine, UnboundedPlaces):
+    """An engine that has what a node asks of its own besides tokens. Nobody counts its cache."""
 
     ports: tuple[int, ...] = ()
     routes: bool = False
