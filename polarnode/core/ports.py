@@ -6,7 +6,7 @@ Protocols only, so that pure code can name them without waiting, opening anythin
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from attrs import field, frozen
 
@@ -65,7 +65,8 @@ class GenerateOrder:
     `constraint` begins, the end of a thought that the prompt left open; None begins with the first token.
     `routed_from`: the first position of the prompt whose experts are returned, with all later ones; None
     returns none. `adapter`: the name of the adapter to sample by, in the version that is current when the
-    call begins; empty: the base.
+    call begins; empty: the base. `whole`: its reader shows nothing before the end, so that what comes between
+    the first tokens and the last may wait, as `WithheldChunks`.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class GenerateOrder:
     constraint_after: int | None = None
     routed_from: int | None = None
     adapter: str = ""
+    whole: bool = False
 
 
 @frozen(kw_only=True)
@@ -129,6 +131,14 @@ class Scorer(Protocol):
 
     async def score(self, order: ScoreOrder) -> RowScores:
         """Score a row. Raises Refused for one that the model cannot read, EngineError when it fails."""
+
+
+@runtime_checkable
+class WithheldChunks(Protocol):
+    """Chunks of which some may have arrived and wait for others."""
+
+    def withheld(self) -> Chunk | None:
+        """What has arrived and no reader was woken for; None where that is nothing."""
 
 
 class Engine(Protocol):

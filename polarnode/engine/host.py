@@ -267,6 +267,7 @@ class Host:
                 prompt_tokens=len(order.prompt),
                 expected=_expected(order),
                 adapter=waiting.adapter,
+                whole=order.whole,
             )
             self.post(to_generate(order, context_length=waiting.context_length, adapter=waiting.adapter))
             waiting.decided.set()

@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import Literal, NamedTuple, Union, cast, get_args, get_origin
 
 import msgpack  # type: ignore[import-untyped]
-from attrs import define, field, fields, frozen
+from attrs import define, evolve, field, fields, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.weights import MemoryTag, PauseMode
@@ -468,10 +468,12 @@ def encode(*messages: Message) -> bytes:
 
 
 def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
-    """Frames for any number of messages, CHUNKS_A_FRAME at most in each, and fewer where they are large."""
+    """Frames for any number of messages, CHUNKS_A_FRAME at most in each, and fewer where they are large. The
+    pieces of a sample that leave together are one: their reader would take them together.
+    """
     waiting: list[Message] = []
     size = 0
-    for message in messages:
+    for message in _together(messages):
         waiting.append(message)
         size += sum(
             len(value)
@@ -484,6 +486,47 @@ def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
             size = 0
     if waiting:
         yield encode(*waiting)
+
+
+def _together(messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages in order, with each sample's pieces joined as far as one version sampled them and no other
+    kind of message stands between.
+    """
+    runs: dict[str, list[Piece]] = {}
+    for message in messages:
+        if not isinstance(message, Piece):
+            yield from map(_joined, runs.values())
+            runs.clear()
+            yield message
+            continue
+        run = runs.get(message.rid)
+        if run is not None and _goes_on(run[-1], message):
+            run.append(message)
+        else:
+            if run is not None:
+                yield _joined(runs.pop(message.rid))
+            runs[message.rid] = [message]
+    yield from map(_joined, runs.values())
+
+
+def _goes_on(before: Piece, piece: Piece) -> bool:
+    """Whether a piece follows one of its sample by the same version. With alternatives, which are large, no
+    piece does.
+    """
+    size = len(before.alternative_ids) + len(piece.alternative_ids)
+    return before.finish is None and not before.spans and before.version == piece.version and not size
+
+
+def _joined(run: Sequence[Piece]) -> Piece:
+    """One piece of a sample's next ones. The last of them may end it."""
+    if len(run) == 1:
+        return run[0]
+    return evolve(
+        run[-1],
+        ids=b"".join(piece.ids for piece in run),
+        logprobs=b"".join(piece.logprobs for piece in run),
+        cached_tokens=max(piece.cached_tokens for piece in run),
+    )
 
 
 @define(eq=False)

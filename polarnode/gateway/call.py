@@ -26,7 +26,7 @@ from hypercorn.typing import ASGIReceiveCallable
 
 from polarnode.core.conversation import Conversation, Message, ModelRequest, Tool
 from polarnode.core.errors import Busy, EngineError, Refused
-from polarnode.core.ports import Chunk, Engine, Tokenizer
+from polarnode.core.ports import Chunk, Engine, Tokenizer, WithheldChunks
 from polarnode.gateway.call_events import (
     Abandon,
     Bookkeeping,
@@ -506,6 +506,9 @@ class ModelCall:
                 if exchange.ended(choice):
                     return
         except trio.Cancelled:
+            withheld = chunks.withheld() if isinstance(chunks, WithheldChunks) else None
+            if withheld is not None:  # it has no end, so it brings no command
+                exchange.receive(Produced(chunk=withheld, at=trio.current_time(), choice=choice))
             self._settle(exchange)  # before the block exits, which may wait for the engine
             raise
         raise EngineError("the sample ended without a reason")

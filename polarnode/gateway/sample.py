@@ -100,6 +100,11 @@ class Sample:
             return "stop_string"
         return "tool_calls" if self.request.one_call and self.parser.calls else None
 
+    @property
+    def reads_each_token(self) -> bool:
+        """Whether any token may end the answer before the engine does: then it must be read as it comes."""
+        return bool(self.used.stop) or self.request.one_call
+
     def take(self, chunk: Chunk, at: float) -> list[Delta]:
         """Read a chunk up to the token that ends the answer; later tokens are not part of this turn. Returns
         the deltas to send.
@@ -140,7 +145,7 @@ class Sample:
         """Read the ids of a chunk, token by token only where one of them may be the last or logprobs are
         requested: that costs 2 us more per token.
         """
-        if not self.used.stop and not self.request.one_call and self.request.logprobs is None:
+        if not self.reads_each_token and self.request.logprobs is None:
             return len(chunk.ids), self.parser.feed(chunk.ids)
         deltas: list[Delta] = []
         for place in range(len(chunk.ids)):
@@ -192,6 +197,7 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapte
         top_logprobs=max(sample.request.logprobs or 0, sample.carry.top_logprobs),
         routed_from=sample.carry.routed_from,
         adapter=adapter,
+        whole=not sample.request.stream and not sample.reads_each_token,
     )
 
 

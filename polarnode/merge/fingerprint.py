@@ -133,6 +133,8 @@ _DEEPEST: Final = 100
 # A session has a handful of tool lists (main, sub-agents, side calls), and long sessions some thousand calls
 # of some hundred bytes: 8192 x 1 KB twice is 16 MB at the very most.
 _TOOL_LISTS: Final = 64
+# of those themselves, which some dialects return again: of as many agents as harnesses interleave
+_LATEST_TOOLS: Final = 4
 _REMEMBERED_CALLS: Final = 8192
 _REMEMBERED_LENGTH: Final = 1024
 # Characters of longer calls, of the request that is read now: a prompt of 128k tokens is calls of half of it.
@@ -253,13 +255,13 @@ class Memo:
     _tools: dict[bytes, str] = field(factory=dict)
     _arguments: dict[str, str] = field(factory=dict)
     _prepared: dict[str, str] = field(factory=dict)
-    _prepared_tools: tuple[Sequence[Tool], str] | None = None  # of the request that is read now
+    _latest_tools: tuple[tuple[Sequence[Tool], str], ...] = ()  # the lists themselves, with their keys
 
     def prepare(self, conversation: Conversation) -> None:
         """Read the tools and the calls of a request that will be planned, in any thread: a call with a
         million numbers takes a second.
         """
-        self._prepared_tools = (conversation.tools, self.tools_key(conversation.tools))
+        self.tools_key(conversation.tools)
         long: dict[str, str] = {}
         room = _PREPARED_CHARS
         for message in conversation.messages:
@@ -271,10 +273,15 @@ class Memo:
         self._prepared = long
 
     def tools_key(self, tools: Sequence[Tool]) -> str:
-        """As the function of that name."""
-        prepared, self._prepared_tools = self._prepared_tools, None
-        if prepared is not None and prepared[0] is tools:
-            return prepared[1]
+        """As the function of that name. A list that a request shares with the one before is known as such."""
+        for latest, key in self._latest_tools:
+            if latest is tools:
+                return key
+        key = self._key_of(tools)
+        self._latest_tools = ((tools, key), *self._latest_tools[: _LATEST_TOOLS - 1])
+        return key
+
+    def _key_of(self, tools: Sequence[Tool]) -> str:
         try:
             written = orjson.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
         except TypeError:  # what orjson cannot write (a number beyond 64 bits) is read every time

@@ -41,15 +41,17 @@ def chain(turns: Mapping[int, Turn], index: int | None, *, since: int = -1) -> l
 def prompt_ids(turns: Mapping[int, Turn], index: int) -> "array[int]":
     """The ids a turn was conditioned on, exactly. A fresh array."""
     line = chain(turns, index)
-    prompt = ids(b"".join(_parts(line[:-1])))
+    prompt = _extended(ids(), line[:-1])
     prompt.extend(line[-1].prompt_delta)
     return prompt
 
 
-def _parts(line: Iterable[Turn]) -> Iterator[memoryview]:
+def _extended(prompt: "array[int]", line: Iterable[Turn]) -> "array[int]":
+    """The array itself, with what these turns brought. Joining bytes first would copy everything twice."""
     for turn in line:
-        yield memoryview(turn.prompt_delta)
-        yield memoryview(turn.sampled)
+        prompt += turn.prompt_delta
+        prompt += turn.sampled
+    return prompt
 
 
 def attachable(turn: Turn) -> bool:
@@ -114,11 +116,10 @@ class Ledger:
         while step is not None and step not in self._full:
             line.append(self.turns[step])
             step = line[-1].parent
-        prefix = b"" if step is None else self._full[step]
-        whole = b"".join((prefix, *_parts(reversed(line))))
+        whole = _extended(ids() if step is None else ids(self._full[step]), reversed(line))
         if index is not None and len(line) > _LONG_WALK:
-            self._keep(index, whole)
-        return ids(whole)
+            self._keep(index, whole.tobytes())
+        return whole
 
     def _keep(self, index: int, whole: bytes) -> None:
         while len(self._full) >= _FULL_COPIES:

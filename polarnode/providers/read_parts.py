@@ -6,8 +6,9 @@ JSON, which takes a fifth of the time of reading it. The number uses Python's ow
 a client cannot aim at another part's number. What is kept is only read, so requests share it.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
+from operator import is_
 from typing import Any, Final, TypeVar, cast
 
 import attrs
@@ -18,6 +19,8 @@ from polarnode.core.codec.json import AlreadyRead, structure
 from polarnode.core.conversation import Json
 
 T = TypeVar("T")
+P = TypeVar("P")
+M = TypeVar("M")
 
 # Requests whose parts are kept, unless another holds them all: harnesses interleave up to four agents. A part
 # is some 300 bytes beside its text, which the turns hold too.
@@ -25,12 +28,19 @@ _REQUESTS: Final = 4
 # of one list that are kept: the longest session observed has 1,000 turns
 _PARTS: Final = 8_192
 
+_NOTHING: Final[Mapping[int, Any]] = {}
+
 
 @define(eq=False)
 class ReadParts:
     """What a session's requests repeat. Threads may read at once: what is kept is replaced as a whole."""
 
-    _kept: tuple[tuple[type[Any], Mapping[int, Any]], ...] = ()  # the latest request first
+    # of a shape, by number; the latest request first
+    _kept: tuple[tuple[object, Mapping[int, AlreadyRead]], ...] = ()
+    # of a function, by the identity of what it was given, which stands beside what it returned
+    _converted: tuple[tuple[object, Mapping[int, tuple[Any, Any]]], ...] = ()
+    # of a function, what it was given and what it returned
+    _lists: tuple[tuple[object, tuple[Any, ...], Any], ...] = ()
 
     def structure(self, value: dict[str, Json], shape: type[T]) -> T:
         """As `codec.json.structure`, but what was read before is not read again. Raises Refused."""
@@ -38,24 +48,44 @@ class ReadParts:
             numbers = {name: _numbers(name, raw) for name, raw in value.items() if _is_list_of_objects(raw)}
         except orjson.JSONEncodeError:  # nested more deeply than orjson writes
             return structure(value, shape)
-        known = [parts for kind, parts in self._kept if kind is shape]
         spelled: dict[str, Any] = dict(value)
         for name, some in numbers.items():
-            spelled[name] = [
-                _recalled(known, number, part) for number, part in zip(some, spelled[name], strict=True)
-            ]
+            known = _recalled(self._kept, shape, some)
+            spelled[name] = [old or new for old, new in zip(known, spelled[name], strict=True)]
         found = structure(spelled, shape)
         names = _attributes(cast(Hashable, shape))
-        parts: dict[int, Any] = {}
+        parts: dict[int, AlreadyRead] = {}
         for name, some in numbers.items():
             read = getattr(found, names[name]) if name in names else ()
-            # A shape that joins or drops parts cannot be recalled part by part. A part that stays JSON was
-            # not read, and could not be told from one that was.
-            whole = isinstance(read, tuple | list) and len(read) == len(some)
-            if whole and all(attrs.has(type(part)) for part in read):
-                parts.update(zip(some, read, strict=True))
-        others = [each for each in self._kept if each[0] is not shape or not each[1].keys() <= parts.keys()]
-        self._kept = ((shape, parts), *others[: _REQUESTS - 1])
+            # A shape that joins or drops parts cannot be recalled part by part.
+            if isinstance(read, tuple | list) and len(read) == len(some):
+                parts.update(_kept_of(some, spelled[name], read))
+        self._kept = _with_latest(self._kept, shape, parts)
+        return found
+
+    def convert(self, shapes: Iterable[P], function: Callable[[P], M]) -> list[M]:
+        """What a function returns for each of these shapes. It depends on the shape alone, so what it
+        returned for those of earlier requests is recalled.
+        """
+        given = list(shapes)
+        keys = list(map(id, given))
+        pairs = [
+            old or (new, function(new))
+            for old, new in zip(_recalled(self._converted, function, keys), given, strict=True)
+        ]
+        self._converted = _with_latest(self._converted, function, dict(zip(keys, pairs, strict=True)))
+        return [made for _, made in pairs]
+
+    def convert_list(self, shapes: Iterable[P], function: Callable[[tuple[P, ...]], M]) -> M:
+        """What a function returns for a whole list of shapes, on which alone it depends: the very value that
+        it returned where an earlier request had the same list.
+        """
+        given = tuple(shapes)
+        for kind, earlier, made in self._lists:
+            if kind is function and len(earlier) == len(given) and all(map(is_, earlier, given)):
+                return cast(M, made)
+        found = function(given)
+        self._lists = ((function, given, found), *self._lists[: _REQUESTS - 1])
         return found
 
 
@@ -68,12 +98,39 @@ def _numbers(name: str, parts: Any) -> list[int]:
     return [hash((name, orjson.dumps(part))) for part in parts]
 
 
-def _recalled(known: list[Mapping[int, Any]], number: int, part: Json) -> Any:
-    for parts in known:
-        found = parts.get(number)
-        if found is not None:
-            return AlreadyRead(found)
-    return part
+def _recalled(
+    kept: tuple[tuple[object, Mapping[int, M]], ...], kind: object, keys: list[int]
+) -> list[M | None]:
+    """What is kept under each of these keys; nearly all of it is of the latest request."""
+    latest, *others = [parts for each, parts in kept if each is kind] or [_NOTHING]
+    found: list[M | None] = list(map(latest.get, keys))
+    for parts in others:
+        if all(old is not None for old in found):
+            break
+        found = [parts.get(key) if old is None else old for key, old in zip(keys, found, strict=True)]
+    return found
+
+
+def _with_latest(
+    kept: tuple[tuple[object, Mapping[int, M]], ...], kind: object, parts: Mapping[int, M]
+) -> tuple[tuple[object, Mapping[int, M]], ...]:
+    """With the parts of the latest request, and without those of a request that it repeats."""
+    others = [each for each in kept if each[0] is not kind or not each[1].keys() <= parts.keys()]
+    return ((kind, parts), *others[: _REQUESTS - 1])
+
+
+def _kept_of(
+    numbers: Sequence[int], spelled: Sequence[Any], read: Sequence[Any]
+) -> Iterable[tuple[int, AlreadyRead]]:
+    """The parts of a list to keep. A part that stays JSON was not read, and could not be told from one that
+    was.
+    """
+    parts = [
+        raw if type(raw) is AlreadyRead else AlreadyRead(part)
+        for raw, part in zip(spelled, read, strict=True)
+    ]
+    fresh = (part for raw, part in zip(spelled, read, strict=True) if type(raw) is not AlreadyRead)
+    return zip(numbers, parts, strict=True) if all(attrs.has(type(part)) for part in fresh) else ()
 
 
 @cache

@@ -8,8 +8,9 @@ without a path it names the object, with one it names a field of it.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import attrs
 import numpy
@@ -109,8 +110,13 @@ def _deepest(value: Json) -> str:
 
 
 def _unknown(value: Mapping[str, Json], shape: type[Any]) -> tuple[str, ...]:
-    names = {field.alias for field in attrs.fields(shape)}
+    names = _aliases(cast(Hashable, shape))
     return tuple(f"$.{name}" for name, raw in value.items() if name not in names and raw is not None)
+
+
+@cache
+def _aliases(shape: Hashable) -> frozenset[str]:
+    return frozenset(field.alias for field in attrs.fields(cast(Any, shape)))
 
 
 def within(low: float, high: float) -> Check:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from attrs import evolve
 from fakes_engine import order
 
@@ -14,7 +15,7 @@ from polarnode.core.conversation import Constraint, Sampling
 from polarnode.core.errors import ContextTooLong, EngineError
 from polarnode.core.ports import Chunk, GenerateOrder, Steering
 from polarnode.core.trajectory import VersionSpan
-from polarnode.engine.calls import Call, check_order, sampling_parameters, to_generate
+from polarnode.engine.calls import WITHHELD_TOKENS, Call, check_order, sampling_parameters, to_generate
 from polarnode.engine.protocol import Piece, Routed
 
 RID = "0" * 32
@@ -192,6 +193,58 @@ async def read(call: Call, *pieces: Piece) -> list[Chunk]:
         call.take(each)
         chunks.append(await call.__anext__())
     return chunks
+
+
+async def test_the_reader_of_a_whole_answer_sleeps_between_its_first_tokens_and_its_last() -> None:
+    call, reads = Call(rid=RID, whole=True), []
+
+    async def reader() -> None:
+        async for chunk in call:
+            reads.append(chunk.ids.tolist())  # noqa: PERF401 - looked at meanwhile
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(reader)
+        for each in (piece([]), piece([1]), piece([2]), piece([3, 4])):
+            call.take(each)
+            await trio.testing.wait_all_tasks_blocked()
+        assert reads == [[1]]
+        call.take(piece(list(range(WITHHELD_TOKENS))))
+        await trio.testing.wait_all_tasks_blocked()
+        assert reads == [[1], [2, 3, 4, *range(WITHHELD_TOKENS)]]
+        for each in (piece([5]), piece([6], finish="stop")):
+            call.take(each)
+            await trio.testing.wait_all_tasks_blocked()
+    assert reads[2:] == [[5, 6]]
+
+
+async def test_the_reader_of_a_whole_answer_is_woken_by_a_failure_after_what_was_sampled() -> None:
+    call = Call(rid=RID, whole=True)
+    await read(call, piece([1]))
+    call.take(piece([2], version="1"))
+    call.fail(EngineError("the host died"))
+    last = await call.__anext__()
+    assert last.ids.tolist() == [2]
+    assert last.version_spans == (
+        VersionSpan(version="0", start=0, end=1),
+        VersionSpan(version="1", start=1, end=2),
+    )
+    with pytest.raises(EngineError, match="the host died"):
+        await call.__anext__()
+
+
+async def test_a_reader_that_leaves_gets_what_was_withheld_once_and_never_the_end() -> None:
+    call = Call(rid=RID, whole=True)
+    assert call.withheld() is None
+    await read(call, piece([1]))
+    call.take(piece([2]))
+    call.take(piece([3], finish="stop"))
+    withheld = call.withheld()
+    assert withheld is not None
+    assert (withheld.ids.tolist(), withheld.finish_reason) == ([2, 3], None)
+    assert call.withheld() is None
+    streamed = Call(rid=RID)
+    streamed.take(piece([1]))
+    assert streamed.withheld() is None
 
 
 async def test_pieces_become_chunks_and_the_last_one_ends_the_call() -> None:

@@ -3,9 +3,11 @@ under Hypothesis.
 """
 
 from array import array
+from typing import Any
 
 import msgpack
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -206,6 +208,48 @@ def test_many_messages_are_split_over_frames() -> None:
     assert len(frames) == 3
     assert FrameDecoder().feed(b"".join(frames)) == many
     assert list(encode_all([])) == []
+
+
+def piece(rid: str, token: int, version: str = "0", **more: Any) -> Piece:
+    raw = array("i", [token]).tobytes()
+    return Piece(rid=rid, ids=raw, logprobs=array("f", [-token]).tobytes(), version=version, **more)
+
+
+def test_pieces_of_a_sample_that_leave_together_are_one() -> None:
+    last = piece("a", 5, finish="stop", spans=(("0", 0, 3),), cached_tokens=1)
+    sent = [piece("a", 1, cached_tokens=7), piece("b", 2), piece("a", 3), last, piece("b", 4)]
+    one, other = FrameDecoder().feed(b"".join(encode_all(sent)))
+    assert one == evolve(
+        last,
+        ids=array("i", [1, 3, 5]).tobytes(),
+        logprobs=array("f", [-1, -3, -5]).tobytes(),
+        cached_tokens=7,
+    )
+    assert other == evolve(
+        piece("b", 2), ids=array("i", [2, 4]).tobytes(), logprobs=array("f", [-2, -4]).tobytes()
+    )
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param([], id="another version"),
+        pytest.param([Done(call=1, ok=True)], id="an answer"),
+        pytest.param(
+            [Routed(rid="a", start=0, layers=1, top_k=1, wide=False, data=b"1")], id="experts before the end"
+        ),
+    ],
+)
+def test_pieces_stay_apart_where_something_stands_between_them(between: list[Message]) -> None:
+    second = piece("a", 2, version="0" if between else "1")
+    sent: list[Message] = [piece("a", 1), *between, second]
+    assert FrameDecoder().feed(b"".join(encode_all(sent))) == sent
+
+
+def test_pieces_with_alternatives_or_an_end_are_not_joined() -> None:
+    some = {"alternative_ids": bytes(4), "alternative_logprobs": bytes(4)}
+    for first in (piece("a", 1, **some), piece("a", 1, finish="abort"), piece("a", 1, spans=(("0", 0, 1),))):
+        assert FrameDecoder().feed(b"".join(encode_all([first, piece("a", 2)]))) == [first, piece("a", 2)]
 
 
 def test_large_messages_have_frames_of_their_own() -> None:

@@ -40,6 +40,9 @@ THOUGHTS = "tests/merge/test_merge_thoughts.py"
 BY_TOKENS = "tests/merge/test_merge_by_tokens.py"
 REPEATS = "tests/core/test_repeats.py"
 LINE = "tests/support/test_waiting_line.py"
+CUT = (
+    "tests/properties/test_disconnects.py::test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running"
+)
 ORDER = "tests/rollouts/test_group_order.py"
 LOOPS = "tests/gateway/test_model_plane_repeats.py"
 
@@ -168,8 +171,8 @@ LEDGER = rules(
     ),
     (
         "a history lacks its samples",
-        "        yield memoryview(turn.sampled)\n",
-        "        yield memoryview(turn.sampled[:0])\n",
+        "        prompt += turn.sampled\n",
+        "        prompt += turn.sampled[:0]\n",
         (P1,),
     ),
     (
@@ -245,6 +248,12 @@ NAMES = rules(
 PROMPTS = (
     *rules(
         "gateway.call",
+        (
+            "a whole answer that is cut loses what its reader had not seen",
+            "            if withheld is not None:  #",
+            "            if False:  #",
+            (CUT,),
+        ),
         (
             "a history is rendered anew",
             "        if history is None:\n",
@@ -949,11 +958,20 @@ WAITING = (
         ),
     ),
     *rules(
+        "engine.protocol",
+        (
+            "pieces that leave together lose the first one's tokens",
+            'ids=b"".join(piece.ids for piece in run)',
+            'ids=b"".join(piece.ids for piece in run[1:])',
+            ("tests/engine/test_engine_protocol.py",),
+        ),
+    ),
+    *rules(
         "rollouts.session",
         (
             "sessions wait without their group",
-            "(priority=self.order.spec.priority, cohort=self.order.cohort)",
-            "(priority=self.order.spec.priority)",
+            "(priority=self.order.spec.priority, cohort=self.order.cohort, place=place)",
+            "(priority=self.order.spec.priority, place=place)",
             (ORDER,),
         ),
     ),

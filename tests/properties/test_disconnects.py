@@ -12,17 +12,21 @@ from typing import Any, Literal
 import pytest
 import trio
 import trio.testing
-from attrs import define
+from attrs import define, field
 from fakes_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plane_kit import CONTEXT, Asgi, HandEngine, Stage, served, spelled, stage
 from tokens_kit import model
 
+from polarnode.core.arrays import floats, ids
+from polarnode.core.conversation import FinishReason
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Turn
+from polarnode.engine.calls import Call
+from polarnode.engine.protocol import Piece
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import Counts, check
 
@@ -39,6 +43,39 @@ def body(*, stream: bool, text: str = "hi") -> bytes:
     return json.dumps(
         {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": text}], "stream": stream}
     ).encode()
+
+
+@define(eq=False)
+class HostEngine(HandEngine):
+    """Its pieces come through a `Call`, as those of an engine host: a whole answer's reader sleeps meanwhile."""
+
+    call: Call | None = None
+    sent: list[Piece] = field(factory=list)  # before there was a call
+
+    def give(self, *pieces: str, finish: FinishReason | None = None) -> None:
+        tokens = spelled(*pieces)
+        logprobs = floats([-0.5] * len(tokens)).tobytes()
+        self.sent.append(
+            Piece(rid="0", ids=ids(tokens).tobytes(), logprobs=logprobs, version="0", finish=finish)  # type: ignore[arg-type]
+        )
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self.call is not None and self.sent:
+            self.call.take(self.sent.pop(0))
+
+    @asynccontextmanager
+    async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async with HandEngine.generate(self, order):
+            self.call = Call(rid="0", whole=order.whole)
+            self._pass_on()
+            try:
+                yield self.call
+            finally:
+                self.call = None
+
+
+ENGINES = st.sampled_from((HandEngine, HostEngine))
 
 
 async def play(
@@ -77,12 +114,13 @@ async def play(
     stream=st.booleans(),
     cut=st.sampled_from(("client", "session", "node")),
     at=MOMENTS,
+    kind=ENGINES,
 )
 def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(
-    path: str, stream: bool, cut: Cut, at: float
+    path: str, stream: bool, cut: Cut, at: float, kind: type[HandEngine]
 ) -> None:
     async def main() -> None:
-        engine = HandEngine()
+        engine = kind()
         here = stage(engine)
         asgi = Asgi()
         pieces = await play(here, engine, asgi, path, stream=stream, cut=cut, at=at)
@@ -104,10 +142,12 @@ def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(
 
 
 @settings(max_examples=20, deadline=None)
-@given(path=st.sampled_from(PATHS), stream=st.booleans(), at=st.sampled_from((2.5, 3.5, 4.5)))
-def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(path: str, stream: bool, at: float) -> None:
+@given(path=st.sampled_from(PATHS), stream=st.booleans(), at=st.sampled_from((2.5, 3.5, 4.5)), kind=ENGINES)
+def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(
+    path: str, stream: bool, at: float, kind: type[HandEngine]
+) -> None:
     async def main() -> None:
-        engine = HandEngine()
+        engine = kind()
         here = stage(engine)
         await play(here, engine, Asgi(), path, stream=stream, cut="client", at=at)
         engine.channel = trio.open_memory_channel[Any](10)

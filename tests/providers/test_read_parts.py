@@ -85,6 +85,36 @@ def test_interleaved_agents_are_all_remembered_and_the_oldest_is_forgotten() -> 
     ] * _REQUESTS
 
 
+def test_what_was_made_of_a_part_is_not_made_again_for_the_same_part_alone() -> None:
+    parts, made = ReadParts(), []
+
+    def text(shape: Any) -> list[str]:
+        made.append(shape)
+        return [repr(shape)]
+
+    first = read(parts, body(USER, SAID)).messages
+    texts = parts.convert(first, text)
+    second = read(parts, body(USER, SAID, RESULT)).messages
+    again = parts.convert(second, text)
+    assert again == [[repr(shape)] for shape in second]
+    assert all(one is other for one, other in zip(texts, again, strict=False))
+    assert made == list(second)
+    assert parts.convert(second, lambda shape: shape) == list(second)  # each function has its own
+    copies = [structure(value, ChatRequest) for value in (body(USER), body(USER))]
+    equal = [shape for copy in copies for shape in copy.messages]
+    assert len({id(text) for text in parts.convert(equal, text)}) == 2  # equal is not the same
+
+
+def test_what_was_made_of_a_list_is_the_same_value_for_the_same_list() -> None:
+    parts = ReadParts()
+    first, second = (read(parts, body(USER, SAID)).messages for _ in range(2))
+    made = parts.convert_list(first, list)
+    assert parts.convert_list(second, list) is made
+    assert parts.convert_list(first[:1], list) == [first[0]]
+    assert parts.convert_list(reversed(first), list) == list(reversed(first))
+    assert parts.convert_list(first, list) is made
+
+
 @pytest.mark.parametrize("wrong", [{"role": "user", "content": 3}, {"role": "nobody"}, "text", None, [], 3])
 def test_a_refusal_names_the_same_field_and_nothing_of_it_is_kept(wrong: Any) -> None:
     parts = ReadParts()

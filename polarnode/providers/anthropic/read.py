@@ -130,15 +130,23 @@ def _source(block: DocumentBlock) -> Iterator[str]:
 
 
 def messages(
-    system: SystemContent, shapes: Iterable[MessageShape], later: Mapping[str, str] = NO_TOOLS
+    system: SystemContent,
+    shapes: Iterable[MessageShape],
+    later: Mapping[str, str] = NO_TOOLS,
+    parts: ReadParts | None = None,
 ) -> tuple[Message, ...]:
     """The whole conversation: the system prompt first, if there is one. `later` are the deferred tools,
-    described where a result refers to them.
+    described where a result refers to them. `parts` are those that its session sent before.
     """
     head = paragraphs(without_lines(text) for text in _texts(system))
     found = [Message(role="system", text=head)] if head else []
-    for shape in shapes:
-        for message in _message(shape, later):
+    each = (
+        (tuple(_message(shape, later)) for shape in shapes)
+        if later
+        else (parts or ReadParts()).convert(shapes, _alone)
+    )
+    for some in each:
+        for message in some:
             if message.role == "assistant" and found and found[-1].role == "assistant":
                 found[-1] = found[-1].joined(message)
             else:
@@ -170,12 +178,21 @@ def referenced(shapes: Iterable[MessageShape]) -> frozenset[str]:
     )
 
 
-def foreign(shapes: Iterable[MessageShape]) -> Iterator[str]:
+def foreign(shapes: Iterable[MessageShape], parts: ReadParts | None = None) -> Iterator[str]:
     """The paths of blocks left by another server's own tools."""
-    for place, shape in enumerate(shapes):
-        for index, block in enumerate(shape.content if isinstance(shape.content, tuple) else ()):
-            if isinstance(block, ServerBlock):
-                yield f"$.messages[{place}].content[{index}]"
+    for place, found in enumerate((parts or ReadParts()).convert(shapes, _foreign_blocks)):
+        for index in found:
+            yield f"$.messages[{place}].content[{index}]"
+
+
+def _foreign_blocks(shape: MessageShape) -> tuple[int, ...]:
+    content = shape.content if isinstance(shape.content, tuple) else ()
+    return tuple(index for index, block in enumerate(content) if isinstance(block, ServerBlock))
+
+
+def _alone(shape: MessageShape) -> tuple[Message, ...]:
+    """The messages of a shape where no tool is deferred."""
+    return tuple(_message(shape, NO_TOOLS))
 
 
 def _message(shape: MessageShape, later: Mapping[str, str]) -> Iterator[Message]:
@@ -301,13 +318,15 @@ def read(
     """Read a Messages body, or (`counting`) a count_tokens body. Raises Refused with the path of the
     field.
     """
+    parts = parts or ReadParts()
     request, unknown = read_body(body, MessagesRequest, parts)
     if request.max_tokens is None and not counting:
         raise Refused("max_tokens is missing: it is required", path="$.max_tokens")
-    listed = _tools(request)
-    kept, dropped = without_volatile(
-        messages(request.system, request.messages, {tool.name: describe_tool(tool) for tool in listed.later})
-    )
+    listed = _tools(request, parts)
+    later = {tool.name: describe_tool(tool) for tool in listed.later}
+    kept, dropped = without_volatile(messages(request.system, request.messages, later, parts))
+    others = tuple(foreign(request.messages, parts))
+    unread = (*_unused(request), *others, *listed.ignored)
     conversation = Conversation(
         messages=kept,
         tools=listed.tools,
@@ -323,8 +342,8 @@ def read(
         hints=_hints(headers),
         constraint=_constraint(request),
         one_call=bool(request.tool_choice and request.tool_choice.disable_parallel_tool_use),
-        ignored=(*unknown, *_unused(request), *listed.ignored, *(("$.messages[-1]",) if dropped else ())),
-        notes=tuple(_remarks(request)),
+        ignored=(*unknown, *unread, *(("$.messages[-1]",) if dropped else ())),
+        notes=tuple(_remarks(request, others)),
         extras=_extras(request),
     )
 
@@ -343,15 +362,22 @@ class _Listed:
     ignored: tuple[str, ...] = field(factory=tuple)
 
 
-def _tools(request: MessagesRequest) -> _Listed:
+def _tools(request: MessagesRequest, parts: ReadParts) -> _Listed:
     """A deferred tool is never in the head's list, loaded or not: that list would change in the middle of a
     conversation.
     """
-    loaded = referenced(request.messages)
+    shapes = request.tools or ()
+    if any(shape.defer_loading for shape in shapes):
+        return _listed(shapes, referenced(request.messages))
+    return parts.convert_list(shapes, _listed)
+
+
+def _listed(shapes: tuple[ToolShape, ...], loaded: frozenset[str] = frozenset()) -> _Listed:
+    """The tools in a list; `loaded` are those of the deferred ones that a result refers to."""
     tools: list[Tool] = []
     later: list[Tool] = []
     ignored: list[str] = []
-    for index, shape in enumerate(request.tools or ()):
+    for index, shape in enumerate(shapes):
         path = f"$.tools[{index}]"
         if _hosted(shape) or (shape.defer_loading and shape.name not in loaded):
             ignored.append(path)
@@ -423,13 +449,12 @@ def _unused(request: MessagesRequest) -> Iterator[str]:
         yield "$.output_config.effort"
     if volatile(request.system):
         yield "$.system"
-    yield from foreign(request.messages)
 
 
-def _remarks(request: MessagesRequest) -> Iterator[str]:
+def _remarks(request: MessagesRequest, others: tuple[str, ...]) -> Iterator[str]:
     if request.mcp_servers:
         yield "mcp_servers were given: this node connects to none, so the model does not see their tools"
-    if any(foreign(request.messages)):
+    if others:
         yield "the history holds tools that another server ran: their blocks are left out"
 
 

@@ -187,9 +187,10 @@ def read(
     body: bytes, *, headers: Mapping[str, str], model: str | None, parts: ReadParts | None = None
 ) -> ModelRequest:
     """Read a Chat Completions body. Raises Refused with the path of the field."""
+    parts = parts or ReadParts()
     request, unknown = read_body(body, ChatRequest, parts)
-    listed = read_tools(request.tools or ())
-    messages, volatile = without_volatile(tuple(_message(shape) for shape in request.messages))
+    listed = parts.convert_list(request.tools or (), read_tools)
+    messages, volatile = without_volatile(tuple(parts.convert(request.messages, _message)))
     choice = read_choice(request.tool_choice, listed.tools)
     conversation = Conversation(
         messages=messages, tools=listed.tools, tool_choice=choice, thinking=thinking(request)
