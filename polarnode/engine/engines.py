@@ -123,10 +123,13 @@ class Engines:
 
     # ── sessions ──────────────────────────────────────────────────────────────
 
-    def begin_session(self, session: str, kind: str, group: str, credit: Credit) -> str | None:
+    def begin_session(
+        self, session: str, kind: str, group: str, credit: Credit, *, waits: bool = True
+    ) -> str | None:
         """Give a session its place in the cache of an engine; why there is none, else None. A host that has
         its group is best, then the one with the most room. `kind`: sessions that grow alike; `credit` moves
-        the session's deadline while its calls are held.
+        the session's deadline while its calls are held. One that does not wait begins on the best host
+        without a place: its calls are held as those of a displaced session.
 
         Without a host that serves, or whose capacity is known, every session may begin.
         """
@@ -134,10 +137,14 @@ class Engines:
         if not ready or any(host.residents.machine is None for host in ready):
             return None
         now = trio.current_time()
-        for host in sorted(ready, key=lambda host: host.residents.rank(group)):
+        ranked = sorted(ready, key=lambda host: host.residents.rank(group))
+        for host in ranked:
             if host.residents.may_begin(kind, now):
                 host.residents.begin(session, kind, group, credit)
                 return None
+        if not waits:
+            ranked[0].residents.begin(session, kind, group, credit, resident=False)
+            return None
         return "engine: its cache has no room for what another session would become"
 
     def end_session(self, session: str) -> None:

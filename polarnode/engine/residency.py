@@ -145,12 +145,14 @@ class Residency:
         self.feedback.waited = self.feedback.waited or not fits
         return fits
 
-    def begin(self, session: str, kind: str, now: float, *, group: str = "") -> None:
+    def begin(self, session: str, kind: str, now: float, *, group: str = "", resident: bool = True) -> None:
         """A session begins. `kind`: sessions of one kind grow alike, such as those of one harness; those of
-        one `group` begin with the same prompt.
+        one `group` begin with the same prompt. One that is not `resident` comes as a displaced one does.
         """
         if session not in self._sessions:
-            self._sessions[session] = _Session(session, kind, group or session, now)
+            self._sessions[session] = _Session(
+                session, kind, group or session, now, resident=resident, planned=not resident
+            )
 
     def over(self, session: str) -> list[HeldCall]:
         """A session ended, however; gives the calls of it that were held."""
@@ -197,8 +199,10 @@ class Residency:
         """
         found = self._sessions.get(session)
         if found is None:
-            found = _Session(session, "", session, now, resident=False, own=tokens, planned=True)
-            self._sessions[session] = found
+            self.begin(session, "", now, resident=False)
+            found = self._sessions[session]
+        if not found.resident and not found.chains:
+            found.own = tokens  # until it is read, all of its first prompt
         self.feedback.calls += 1
         if not found.resident and not found.calls and (self._held or not self._comes_back(found, now)):
             self.feedback.holds += 1

@@ -82,10 +82,10 @@ class Residents:
         """Of several hosts, the one with the least rank is best for a session of `group`."""
         return (True, 0) if self.machine is None else (not self.machine.has_group(group), -self.machine.room)
 
-    def begin(self, session: str, kind: str, group: str, credit: Credit) -> None:
-        """A session begins here."""
+    def begin(self, session: str, kind: str, group: str, credit: Credit, *, resident: bool = True) -> None:
+        """A session begins here, without a place unless `resident`."""
         if self.machine is not None:
-            self.machine.begin(session, kind, trio.current_time(), group=group)
+            self.machine.begin(session, kind, trio.current_time(), group=group, resident=resident)
             self._credits[session] = credit
 
     def over(self, session: str) -> None:
@@ -213,8 +213,8 @@ class Residents:
         if share > WARN_SHARE:
             logger.warning(
                 "engine host %d read %.0f %% of its prompt tokens again, because its cache of %d tokens had"
-                " dropped them: give it more of the GPU (mem_fraction), a cache in main memory"
-                " (enable_hierarchical_cache), or fewer sessions at once (run_limit)",
+                " dropped them: give it more of the GPU (mem_fraction), or run fewer sessions at once"
+                " (run_limit)",
                 self.index,
                 100 * share,
                 machine.capacity,

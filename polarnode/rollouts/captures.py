@@ -34,6 +34,7 @@ from polarnode.rollouts.lifecycle import (
     SessionRegistry,
     new_session_id,
 )
+from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices
 
 # ── one capture ───────────────────────────────────────────────────────────────
@@ -75,7 +76,7 @@ class Capture:
     task: TaskSpec
     live: LiveSession
     began: float
-    clock: trio.CancelScope = field(factory=trio.CancelScope)  # around the wait for its end
+    clock: RunClock  # around the wait for its end
     end_spec: CaptureEnd | None = None
     cancelled: CancelCause | None = None
     closing: bool = False
@@ -85,7 +86,7 @@ class Capture:
 
     @property
     def expires_s(self) -> float:
-        return max(0.0, self.clock.deadline - trio.current_time())
+        return max(0.0, self.clock.scope.deadline - trio.current_time())
 
     def end(self, end_spec: CaptureEnd) -> None:
         """Request this end, unless an end was requested before."""
@@ -101,7 +102,7 @@ class Capture:
 
     async def run(self) -> Result:
         """Wait for the end. The result is the requested one, unless the capture's time ran out first."""
-        with self.clock:
+        with self.clock.scope:
             await self.end_requested.wait()
         self.closing = True
         await self.live.close()
@@ -112,7 +113,7 @@ class Capture:
         return Result(
             outcome=_outcome(self),
             verdict=None if end_spec.reward is None else _verdict(end_spec, end_spec.reward),
-            timing=Timing(run_s=trio.current_time() - self.began),
+            timing=Timing(run_s=trio.current_time() - self.began, held_s=self.clock.held_s),
             metrics=metrics,
         )
 
@@ -311,7 +312,11 @@ class Captures:
             task=task,
             live=self.registry.open(identity, task),
             began=now,
-            clock=trio.CancelScope(deadline=now + spec.budgets.run_s),
+            clock=RunClock(trio.CancelScope(deadline=now + spec.budgets.run_s)),
+        )
+        # whoever asked for it has its key already: it does not wait here, its calls are held instead
+        self.services.places.begin_session(
+            identity.session_id, HARNESS, identity.group_id, capture.clock.credit, waits=False
         )
         self.registry.start(capture, nursery=self.nursery, sessions_by_key=self.sessions_by_key)
         return capture

@@ -118,9 +118,11 @@ class SessionPlaces(Protocol):
     """The places of sessions in the caches of the engines."""
 
     def begin_session(
-        self, session: str, kind: str, group: str, credit: Callable[[float], None]
+        self, session: str, kind: str, group: str, credit: Callable[[float], None], *, waits: bool = True
     ) -> str | None:
-        """Give a session its place; why there is none, else None. `credit` moves its deadline by seconds."""
+        """Give a session its place; why there is none, else None. `credit` moves its deadline by seconds.
+        One that can not wait begins without a place: its calls are held for it.
+        """
 
     def end_session(self, session: str) -> None:
         """Give it back; nothing where the session has none."""
@@ -130,7 +132,7 @@ class UnboundedPlaces:
     """For engines whose caches nobody counts."""
 
     def begin_session(
-        self, session: str, kind: str, group: str, credit: Callable[[float], None]
+        self, session: str, kind: str, group: str, credit: Callable[[float], None], *, waits: bool = True
     ) -> str | None:
         return None
 

@@ -32,13 +32,9 @@ from polarnode.groups.group import EARLY_STOP
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
+from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
-from polarnode.rollouts.session_containers import (
-    HELD_MOST_S,
-    Containers,
-    PrefetchedRuntime,
-    open_prefetched_runtime,
-)
+from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
 from polarnode.support.concurrency import Place, PrioritySemaphore
 
 logger = logging.getLogger(__name__)
@@ -67,8 +63,7 @@ class Session:
     cancelled: CancelCause | None = field(default=None, init=False)
     _stoppable: trio.CancelScope | None = field(default=None, init=False)
     _timing: Timing = field(factory=Timing, init=False)
-    _clock: trio.CancelScope | None = field(default=None, init=False)  # of RUN
-    _held_s: float = field(default=0.0, init=False)
+    _clock: RunClock = field(factory=RunClock, init=False)
     _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
     _containers: Containers = field(init=False)
 
@@ -265,7 +260,7 @@ class Session:
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
-            self._clock = clock
+            self._clock.scope = clock
             self.live.on_spent = lambda: _soon(clock)
             ended = await self._harness_ended(runtime, launch, log)
         cause = self.cancelled  # from here on a cancel has no effect: the run is over
@@ -328,10 +323,8 @@ class Session:
 
     def _credit(self, seconds: float) -> None:
         """Move the end of RUN, while its calls are held for its place."""
-        before, self._held_s = self._held_s, self._held_s + seconds
-        self._timing = evolve(self._timing, held_s=max(0.0, self._held_s))
-        if self._clock is not None:
-            self._clock.deadline += min(self._held_s, HELD_MOST_S) - min(before, HELD_MOST_S)
+        self._clock.credit(seconds)
+        self._timing = evolve(self._timing, held_s=self._clock.held_s)
 
     def _slot(
         self, stage: PrioritySemaphore, place: Place | None = None

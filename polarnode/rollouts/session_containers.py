@@ -27,6 +27,7 @@ from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, stderr_tail
 from polarnode.merge.roles import reclassify_roles
+from polarnode.rollouts.run_clock import HELD_MOST_S
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.support.concurrency import PrioritySemaphore
 
@@ -240,9 +241,6 @@ def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
 # seconds of a container's lifetime for waiting in READY: several whole run budgets; after a longer wait a
 # fresh container replaces it
 READY_S = 6 * 3600.0
-# seconds that a run may be longer by what its calls were held for their place in the engine's cache: ten of
-# the longest holds, where most sessions have none
-HELD_MOST_S = 600.0
 TEARDOWN_S = 60.0  # what a container's dead-man switch allows beyond all budgets
 
 

@@ -98,6 +98,17 @@ async def test_no_more_begin_than_the_cache_is_expected_to_hold(tmp_path: Path) 
         assert begin(found, "another") is None
 
 
+async def test_a_session_that_does_not_wait_begins_without_a_place(tmp_path: Path) -> None:
+    async with engines(tmp_path) as found:
+        begun = 0
+        while begin(found, f"s{begun}") is None:
+            begun += 1
+        assert found.begin_session("capture", "capture", "g", [].append, waits=False) is None
+        assert (of(found).busy + of(found).idle, of(found).displaced) == (begun, 1)
+        found.end_session("capture")
+        assert of(found).displaced == 0
+
+
 async def test_a_displaced_session_s_call_is_held_until_another_ends(tmp_path: Path) -> None:
     credits: list[float] = []
     async with engines(tmp_path) as found:

@@ -42,6 +42,19 @@ def test_sessions_begin_while_what_they_will_become_fits() -> None:
     assert Residency(capacity=1).may_begin("pi", 0.0), "one session always runs"
 
 
+def test_one_that_can_not_wait_comes_as_a_displaced_one() -> None:
+    found = filled(96_000)
+    found.begin("capture", "capture", 1.0, resident=False)
+    assert found.statistics(1.0).displaced == 1
+    assert not found.ask("call", "capture", MAIN, 1.0, tokens=5_000)
+    found.over("s0")
+    assert [call.id for call in found.look(2.0)] == ["call"]
+    found.read("capture", MAIN, prompt=5_000, cached=0, seconds=1.0)
+    found.ended("capture", MAIN, tokens=5_100, now=3.0)
+    found.over("capture")
+    assert found._sizes_of("capture").largest >= 5_100, "its size was learned as any other's"
+
+
 def ended(found: Residency, kind: str, *sizes: int) -> None:
     for number, tokens in enumerate(sizes):
         name = f"{kind}{number}"

@@ -3,6 +3,7 @@ any other, once, whoever ends it first.
 """
 
 import json
+from array import array
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,16 +15,18 @@ import trio
 from adapters_kit import write_adapter
 from attrs import evolve
 from captures_kit import Desk, Told, asked, in_thread, open_desk
-from fakes_engine import ScriptedEngine
+from fakes_engine import ScriptedEngine, order, until
 from plane_kit import CONTEXT, HandEngine, answers
 from session_kit import town
 from weights_kit import simulated_tiny
 
 from polarnode.core.codec import read_capture, read_capture_end
 from polarnode.core.errors import Busy, Conflict, DiskFull, Refused
+from polarnode.core.ports import GenerateOrder
 from polarnode.core.task import CaptureEnd, CaptureSpec
 from polarnode.core.trajectory import Built, Trajectory
-from polarnode.engine.engines import open_engines
+from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.residency import HOLD_S
 from polarnode.journal.journal import open_journal
 from polarnode.merge.invariants import check
 from polarnode.rollouts import captures
@@ -255,7 +258,7 @@ async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
             case "clock":
                 found = desk.captures.registry.get(Capture, opened["session_id"])
                 if found is not None:
-                    found.clock.deadline = trio.current_time()
+                    found.clock.scope.deadline = trio.current_time()
             case "task":
                 await desk.captures.cancel(opened["task_id"])
             case "node":
@@ -351,7 +354,7 @@ async def test_one_that_nobody_ends_is_over_with_its_time_and_its_turns(desk: De
     await in_thread(Told(opened["env"]).chat)
     capture = desk.captures.registry.get(Capture, opened["session_id"])
     assert capture is not None
-    capture.clock.deadline = trio.current_time()
+    capture.clock.scope.deadline = trio.current_time()
     found = await desk.captures.trajectory(opened["session_id"])
     assert found is not None
     assert (found.outcome.status, found.outcome.clock, found.reward) == ("timeout", "run", None)
@@ -366,6 +369,54 @@ async def test_its_time_runs_from_its_beginning(desk: Desk) -> None:
     assert found is not None
     assert (found.outcome.clock, found.turns) == ("run", ())
     assert found.timing.run_s >= 0.2
+
+
+async def test_what_its_calls_are_held_for_the_engine_s_cache_costs_it_no_time(tmp_path: Path) -> None:
+    """A capture does not wait before it begins: without a place in the cache its first call is held, and what
+    it was held is added to its time.
+    """
+    settings = simulated_tiny(tmp_path / "state")
+    assert settings.simulated is not None
+    small = evolve(settings.simulated.simulation, kv_tokens=2_000)
+    settings = evolve(settings, simulated=evolve(settings.simulated, simulation=small))
+    async with open_engines(settings) as engines, open_desk(tmp_path, engines) as desk:
+        services = evolve(desk.captures.services, places=engines)
+        desk.captures.services = desk.captures.registry.services = services
+        filling = 0
+        while engines.begin_session(f"other{filling}", "pi", "g", [].append) is None:
+            filling += 1
+        async with engines.generate(long_order(1_900, "other0")) as chunks:
+            assert [chunk async for chunk in chunks]
+        opened = await desk.open(budgets={"run_s": 600}, sampling={"max_tokens": 4})
+        (host,) = engines.statistics().hosts
+        assert host.residency is not None
+        assert host.residency.displaced == 1, "it has begun without a place"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(in_thread, Told(opened["env"]).chat)
+            await until(lambda: held(engines) == 1)
+            capture = desk.captures.registry.get(Capture, opened["session_id"])
+            assert capture is not None
+            assert capture.clock.held_s == HOLD_S
+            assert capture.expires_s > 600
+            await trio.sleep(0.3)
+            for number in range(filling):
+                engines.end_session(f"other{number}")
+        assert 0.3 <= capture.clock.held_s < HOLD_S
+        await desk.end(opened["session_id"], reward=1)
+        found = await kept(desk, opened["session_id"])
+        assert found.timing.held_s == capture.clock.held_s
+        assert len(found.turns) == 1
+
+
+def held(engines: Engines) -> int:
+    residency = engines.statistics().hosts[0].residency
+    assert residency is not None
+    return residency.held
+
+
+def long_order(tokens: int, session: str) -> GenerateOrder:
+    prompt = array("i", [5 + number % 900 for number in range(tokens)])
+    return evolve(order(max_tokens=4), prompt=prompt, affinity=session)
 
 
 @pytest.mark.parametrize(("budget", "clock"), [({"max_turns": 1}, "turns"), ({"max_tokens": 1}, "tokens")])

@@ -126,7 +126,7 @@ class Cache:
         self.free, self.held_s, self.began = free, held_s, list[str]()
 
     def begin_session(
-        self, session: str, kind: str, group: str, credit: Callable[[float], None]
+        self, session: str, kind: str, group: str, credit: Callable[[float], None], *, waits: bool = True
     ) -> str | None:
         if not self.free:
             return "engine: its cache is full"

@@ -1,0 +1,32 @@
+"""The clock of a session's RUN: what calls are held for their place in an engine's cache costs no budget.
+
+The engine's policy holds a call so that others are not read again. Without this clock it would end sessions
+to save tokens; the bound keeps a session from living on holds.
+"""
+
+from typing import Final
+
+import trio
+from attrs import define, field
+
+# seconds that a run may be longer by what its calls were held for their place in the engine's cache: ten of
+# the longest holds, where most sessions have none
+HELD_MOST_S: Final = 600.0
+
+
+@define(eq=False)
+class RunClock:
+    """`scope`: its deadline is the end of RUN."""
+
+    scope: trio.CancelScope = field(factory=trio.CancelScope)
+    _held_s: float = field(default=0.0, init=False)
+
+    @property
+    def held_s(self) -> float:
+        """Seconds that its calls were held, at least 0."""
+        return max(0.0, self._held_s)
+
+    def credit(self, seconds: float) -> None:
+        """Move the end of RUN by what a call is held, in seconds; back, where it was held for less."""
+        before, self._held_s = self._held_s, self._held_s + seconds
+        self.scope.deadline += min(self._held_s, HELD_MOST_S) - min(before, HELD_MOST_S)

@@ -1,0 +1,24 @@
+"""The end of RUN moves with what calls are held, back with what they were not, and never beyond its bound."""
+
+import pytest
+
+from polarnode.rollouts.run_clock import HELD_MOST_S, RunClock
+
+
+@pytest.mark.parametrize(
+    ("credits", "moved", "held"),
+    [
+        ([50.0], 50.0, 50.0),
+        ([50.0, -42.0], 8.0, 8.0),
+        ([HELD_MOST_S - 10, 50.0], HELD_MOST_S, HELD_MOST_S + 40),
+        ([HELD_MOST_S + 40, -50.0], HELD_MOST_S - 10, HELD_MOST_S - 10),
+        ([-1e-9], -1e-9, 0.0),
+    ],
+)
+def test_credits_move_the_end(credits: list[float], moved: float, held: float) -> None:
+    clock, began = RunClock(), 1000.0
+    clock.scope.deadline = began
+    for seconds in credits:
+        clock.credit(seconds)
+    assert clock.scope.deadline == pytest.approx(began + moved)
+    assert clock.held_s == pytest.approx(held)
