@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from polarnode.cli.doctor_cache import cache
 from polarnode.cli.output import harmless, open_console
 from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
 from polarnode.containers.inside import USER_LIMITS
@@ -213,6 +214,7 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     else:
         yield sglang(config)
         yield gpus(config)
+    yield from cache(config)
     yield from control_plane(config)
     yield from captures(config)
     yield from judges(config, os.environ)

@@ -510,7 +510,7 @@ class Host:
         ready = ready if loaded is None else evolve(ready, weight_version=loaded.version)
         self._queue.tokens = ready.max_total_tokens
         if self._settings.has_residency:
-            self.residents.open(ready.max_total_tokens, ready.capacity)
+            self.residents.open(ready.max_total_tokens + ready.host_tokens, ready.capacity)
         if (mode := self.paused) is not None:
             await self.ask(lambda call: Pause(call=call, mode=mode))
         await self._load_kept()

@@ -296,6 +296,7 @@ def _experts(fields: Sequence[int] | None) -> Experts | None:
 @frozen(kw_only=True)
 class Ready:
     """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together.
+    `max_total_tokens` are those of its KV cache; `host_tokens` those that main memory holds besides.
 
     `experts` is set if the engine records which experts read each token.
     """
@@ -306,6 +307,7 @@ class Ready:
     max_total_tokens: int
     weight_version: str
     sglang_version: str
+    host_tokens: int = 0
     experts: Experts | None = field(default=None, converter=_experts)
 
 

@@ -38,7 +38,8 @@ RESERVED = frozenset(
         "mem_fraction_static", "max_total_tokens", "max_running_requests",
         "enable_return_routed_experts", "enable_memory_saver", "enable_weights_cpu_backup", "enable_lora",
         "lora_paths", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras",
-        "enable_session_radix_cache",
+        "enable_session_radix_cache", "enable_hierarchical_cache", "hicache_size", "hicache_ratio",
+        "hicache_write_policy",
     }
 )  # fmt: skip
 
@@ -82,7 +83,8 @@ class EngineSettings:
     largest rank of an adapter, 0: none are taken; `lora_modules` are the layers that adapters may change, and
     `lora_slots` of them are sampled by at once, in memory of the GPU that is taken at the start.
     `session_cache`: prefixes of sessions that still call are evicted after all others. `residency`: sessions
-    begin only while the cache holds what they will become (`residency.py`).
+    begin only while the cache holds what they will become (`residency.py`). `host_cache_gb`: of main memory
+    for each GPU, 1e9 bytes each, which take what its KV cache evicts; 0: none.
     """
 
     model_path: Path
@@ -105,6 +107,7 @@ class EngineSettings:
     lora_slots: int = 8
     session_cache: bool = False
     residency: bool = True
+    host_cache_gb: int = 0
     # the environment variable that holds the key of external servers
     key_env: str | None = "POLARNODE_ENGINE_KEY"
     extra: Mapping[str, Json] = field(factory=dict)
@@ -140,6 +143,10 @@ def check(settings: EngineSettings) -> None:
         raise _wrong(
             "session_cache is for the node's own engine, and no session ids are sent to others: leave it out"
             " with --engine URL"
+        )
+    if settings.host_cache_gb and (settings.device == "cpu" or settings.simulated or settings.external):
+        raise _wrong(
+            "host_cache_gb takes what the KV cache of a GPU evicts, and this engine has none: leave it out"
         )
     if settings.simulated is not None or settings.external is not None:
         return
@@ -275,6 +282,16 @@ def engine_arguments(settings: EngineSettings, *, nccl_port: int, index: int = 0
         )
     if settings.session_cache:
         wanted["enable_session_radix_cache"] = True
+    if settings.host_cache_gb:
+        wanted.update(
+            {
+                "enable_hierarchical_cache": True,
+                "hicache_size": settings.host_cache_gb,
+                # SGLang's own default copies each prefix at once, so that both levels hold the same: then the
+                # larger counts, not their sum
+                "hicache_write_policy": "write_back",
+            }
+        )
     if settings.memory_saver != "off":
         wanted.update(
             {"enable_memory_saver": True, "enable_weights_cpu_backup": settings.memory_saver == "backup"}
@@ -337,11 +354,17 @@ def cpu_tokens(config: Mapping[str, Json]) -> int:
     """The number of KV-cache tokens that fit in CPU_CACHE_BYTES for this model at float32, within reasonable
     bounds.
     """
+    return max(CPU_MIN_TOKENS, min(CPU_MAX_TOKENS, CPU_CACHE_BYTES // token_bytes(config, size=4)))
+
+
+def token_bytes(config: Mapping[str, Json], *, size: int) -> int:
+    """Bytes that a token takes in the KV cache of a model, all layers, with numbers of `size` bytes."""
     layers, heads = _whole(config, "num_hidden_layers", 32), _whole(config, "num_attention_heads", 32)
+    if latent := _whole(config, "kv_lora_rank", 0):  # multi-head latent attention keeps one row for all heads
+        return size * layers * (latent + _whole(config, "qk_rope_head_dim", 0))
     kv_heads = _whole(config, "num_key_value_heads", heads)
     head_size = _whole(config, "head_dim", _whole(config, "hidden_size", 4096) // heads)
-    per_token = 2 * 4 * layers * kv_heads * head_size
-    return max(CPU_MIN_TOKENS, min(CPU_MAX_TOKENS, CPU_CACHE_BYTES // per_token))
+    return 2 * size * layers * kv_heads * head_size
 
 
 def _whole(config: Mapping[str, Json], name: str, default: int) -> int:
@@ -422,6 +445,10 @@ ADVICE: tuple[tuple[str, str], ...] = (
         "the NVIDIA driver is too old for CUDA 13: update it, or start with --cpu",
     ),
     (r"invalid device ordinal", "--gpus names a GPU this machine does not have"),
+    (
+        r"Not enough host memory",
+        "the machine has too little main memory for that cache of each GPU: lower host_cache_gb",
+    ),
     (
         (
             r"no GPU memory for the KV cache|mem-fraction-static|Not enough memory|[Oo]ut of"

@@ -88,6 +88,7 @@ class NodeConfig:
     # sessions begin only while the engine's cache holds what they will become; false: all that run_limit
     # allows
     residency: bool = True
+    host_cache_gb: int = 0  # GB of main memory for each GPU, which take what its KV cache evicts
     session_cache: bool = False  # SGLang evicts prefixes of sessions that still call after all others
     lora_modules: tuple[str, ...] = LORA_MODULES  # what adapters may change; fewer take less of that memory
     # adapters sampled by at once; calls of further ones wait. Their current version and the one before, of
@@ -311,6 +312,8 @@ def _check(config: NodeConfig) -> None:
         _check_teacher(name, teacher, config)
     if config.lora_rank < 0:
         raise ConfigError("lora_rank must be 0 or more: 0 takes no adapters")
+    if config.host_cache_gb < 0:
+        raise ConfigError("host_cache_gb must be 0 or more: 0 keeps nothing of the KV cache in main memory")
     if config.adapters and not config.lora_rank:
         raise ConfigError(
             f"adapters: {', '.join(config.adapters)} cannot be served with lora_rank 0: set it to their"

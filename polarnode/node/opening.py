@@ -126,13 +126,13 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> Engi
         lora_rank=config.lora_rank,
         residency=config.residency,
         session_cache=config.session_cache,
+        host_cache_gb=config.host_cache_gb,
         lora_modules=config.lora_modules,
         lora_slots=config.lora_slots,
         simulated=_simulated(config, model) if config.engine == "simulated" else None,
     )
-    if not config.engine_urls:
-        return settings
-    return evolve(settings, external=_external(config, settings, model))
+    external = _external(config, settings, model) if config.engine_urls else None
+    return evolve(settings, external=external)
 
 
 ASSUMED_CONTEXT = 32_768  # tokens, where neither a setting, the checkpoint nor a server says how many

@@ -24,6 +24,7 @@ from rich.table import Table
 from tls_kit import Authority
 
 from polarnode.cli import doctor
+from polarnode.cli.doctor_cache import cache
 from polarnode.cli.main import main as command
 from polarnode.containers.probe import Finding
 from polarnode.containers.probe import probe as probe_machine
@@ -33,6 +34,7 @@ from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.tokens import template
 
 CPU = NodeConfig(cpu=True)
+TWO_GPUS = NodeConfig(gpus=(0, 1), host_cache_gb=20)
 probing: Any = importlib.import_module("polarnode.containers.probe")
 
 
@@ -50,6 +52,27 @@ def test_every_finding_is_a_line_and_every_fault_has_its_remedy(capsys: pytest.C
     assert code == int(any(line.startswith("✗") for line in found))
     for line, after in pairwise(lines):
         assert not line.startswith("✗") or after.startswith("  → ")
+
+
+@pytest.mark.parametrize(
+    ("config", "memory_gb", "ok", "expected"),
+    [
+        (CPU, 0, (True,), "131,072 tokens; sessions begin while it holds what they become"),
+        (evolve(CPU, residency=False), 0, (True,), "as many sessions run as run_limit"),
+        (NodeConfig(engine="simulated"), 0, (True,), "without bounds"),
+        (TWO_GPUS, 64, (True, True), "takes 40 GB of main memory, of 55 GB that can be had"),
+        (TWO_GPUS, 32, (True, False), "set host_cache_gb to 11 or less"),
+        (TWO_GPUS, 8, (True, False), "leave host_cache_gb out"),
+    ],
+)
+def test_the_cache_is_known_before_an_engine_starts(
+    config: NodeConfig, memory_gb: int, ok: tuple[bool, ...], expected: str, tmp_path: Path
+) -> None:
+    memory = tmp_path / "meminfo"
+    memory.write_text(f"MemTotal:       {memory_gb * 10**6} kB\nMemFree: 1 kB\n")
+    found = list(cache(config, memory))
+    assert tuple(each.ok for each in found) == ok
+    assert expected in " ".join(f"{each.what} {each.remedy}" for each in found)
 
 
 def test_a_machine_without_podman_is_told_which_packages_to_install(

@@ -65,6 +65,9 @@ async def test_a_host_serves_and_is_asked_to_end(tmp_path: Path) -> None:
         pid = pid_of(engines)
     assert (statistics.vocab_size, statistics.context_length, statistics.weight_version) == (100, 60, "0")
     assert statistics.hosts[0].state == "ready"
+    residency = statistics.hosts[0].residency
+    assert residency is not None
+    assert residency.capacity == 64 + 100, "sessions are counted against the cache in main memory too"
     assert "asked to end" in (tmp_path / "state/engine-0.log").read_text()
     assert group_members(pid) == []
 

@@ -94,6 +94,7 @@ EVERY_KIND: list[Message] = [
         context_length=8,
         capacity=7,
         max_total_tokens=6,
+        host_tokens=12,
         weight_version="0",
         sglang_version="x",
         experts=Experts(48, 8, 128),

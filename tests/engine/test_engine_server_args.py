@@ -37,9 +37,21 @@ def arguments(folder: Path, config: dict[str, Any], **more: Any) -> dict[str, An
         (DENSE, {"memory_saver": "discard"}),
         (MIXTURE, {"routed_experts": True}),
         (MIXTURE, {"lora_rank": 8, "lora_modules": ("q_proj", "v_proj")}),
-        (DENSE, {"extra": {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}}),
+        (DENSE, {"host_cache_gb": 40, "session_cache": True}),
+        (DENSE, {"extra": {"enable_metrics": True}}),
     ],
-    ids=["plain", "limits", "context", "lora", "saver", "discard", "experts", "lora of a mixture", "extra"],
+    ids=[
+        "plain",
+        "limits",
+        "context",
+        "lora",
+        "saver",
+        "discard",
+        "experts",
+        "lora of a mixture",
+        "host",
+        "extra",
+    ],
 )
 def test_sglang_knows_every_argument_and_takes_its_type(
     tmp_path: Path, config: dict[str, Any], more: dict[str, Any]

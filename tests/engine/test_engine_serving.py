@@ -250,6 +250,19 @@ for attempt in (lambda: T.Compose([]), lambda: tvF.resize(1), lambda: torchvisio
 """
 
 
+@pytest.mark.parametrize(
+    ("cache", "tokens"),
+    [
+        (SimpleNamespace(), 0),
+        (SimpleNamespace(token_to_kv_pool_host=None), 0),
+        (SimpleNamespace(token_to_kv_pool_host=SimpleNamespace(logical_size=64)), 64),
+        (SimpleNamespace(full_kv_pool_host=SimpleNamespace(logical_size=128)), 128),
+    ],
+)
+def test_the_tokens_of_main_memory_are_those_of_the_cache_s_pool(cache: Any, tokens: int) -> None:
+    assert building.host_tokens(cache) == tokens
+
+
 def test_the_stand_in_for_torchvision_imports_and_refuses_to_work() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TORCHVISION],

@@ -16,9 +16,11 @@ from polarnode.engine.settings import (
     Simulated,
     check,
     cpu_tokens,
+    diagnose,
     engine_arguments,
     gpu_groups,
     host_environment,
+    token_bytes,
 )
 
 TINY = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -95,6 +97,37 @@ def test_sessions_are_known_to_the_cache_where_it_was_asked_for(model: Path) -> 
                 external=External(urls=("http://a:1",), vocab_size=9, context_length=9),
             )
         )
+
+
+def test_main_memory_takes_what_a_gpu_s_cache_evicts(model: Path) -> None:
+    asked = make(model, device="cuda", gpus=(0,), host_cache_gb=40)
+    check(asked)
+    found = engine_arguments(asked, nccl_port=1)
+    assert (found["enable_hierarchical_cache"], found["hicache_size"]) == (True, 40)
+    assert found["hicache_write_policy"] == "write_back"
+    assert "enable_hierarchical_cache" not in engine_arguments(make(model), nccl_port=1)
+    with pytest.raises(EngineError, match="host_cache_gb takes what the KV cache of a GPU evicts"):
+        check(make(model, host_cache_gb=40))
+    with pytest.raises(EngineError, match="hicache_ratio: use the dedicated setting"):
+        check(make(model, extra={"hicache_ratio": 2.0}))
+    advice = diagnose("ValueError: Not enough host memory available. Requesting 40.00 GB").advice
+    assert "lower host_cache_gb" in advice
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Qwen3-8B: 36 layers, 8 KV heads of 128: 147,456 bytes in bf16
+        (
+            {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+            147_456,
+        ),
+        # DeepSeek-V3: 61 layers of 512 + 64 numbers
+        ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 70_272),
+    ],
+)
+def test_what_a_token_takes_in_the_cache(config: dict[str, Any], expected: int) -> None:
+    assert token_bytes(config, size=2) == expected
 
 
 def test_what_has_no_experts_is_not_asked_to_tell_them(model: Path) -> None:

@@ -103,6 +103,7 @@ def start(connection: socket.socket, script: str, counter: Path) -> None:
                 context_length=64,
                 capacity=60,
                 max_total_tokens=64,
+                host_tokens=100,
                 weight_version="0",
                 sglang_version="0",
             ),

@@ -30,7 +30,27 @@ def run(*args: Any, **kwargs: Any) -> None:
 
     scheduler.GrammarManager = Grammars
     scheduler.SchedulerWeightUpdaterManager = Keeper
+    _report_host_tokens(scheduler.Scheduler)
     scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def _report_host_tokens(scheduler: Any) -> None:
+    """Add the tokens of the cache in main memory to what a scheduler tells of itself at its start: SGLang
+    has them in its metrics only, and sizes them itself.
+    """
+    reported = scheduler.get_init_info
+
+    def get_init_info(self: Any) -> dict[str, Any]:
+        return {**reported(self), "host_tokens": host_tokens(self.tree_cache)}
+
+    scheduler.get_init_info = get_init_info
+
+
+def host_tokens(tree_cache: Any) -> int:
+    """The tokens that main memory holds for SGLang's prefix cache, 0 for one that is on the device only."""
+    names = ("token_to_kv_pool_host", "full_kv_pool_host")  # of a plain tree, and of a unified one
+    pools = [pool for name in names if (pool := getattr(tree_cache, name, None)) is not None]
+    return int(pools[0].logical_size) if pools else 0
 
 
 STUBS = Path(__file__).parent / "stubs"
@@ -62,6 +82,7 @@ def describe(engine: Any) -> Ready:
         context_length=int(manager.context_len),
         capacity=min(int(manager.context_len), int(info["max_req_input_len"])),
         max_total_tokens=int(info["max_total_num_tokens"]),
+        host_tokens=int(info["host_tokens"]),
         weight_version=str(engine.server_args.weight_version),
         sglang_version=sglang.__version__,
         experts=_experts(manager.model_config.hf_text_config)
