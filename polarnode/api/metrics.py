@@ -321,6 +321,9 @@ def _of_runtimes(runtimes: RuntimesStatistics) -> Iterator[Metric]:
     )
     yield _single("polarnode_runtimes_failed", "Containers that did not start.", runtimes.failed)
     yield GaugeMetricFamily("polarnode_runtimes_live", "Containers with sessions.", runtimes.live)
+    yield GaugeMetricFamily(
+        "polarnode_runtimes_frozen", "Containers whose programs are stopped now.", runtimes.frozen
+    )
     yield GaugeMetricFamily("polarnode_runtimes_warm", "Containers that are ready now.", runtimes.warm)
     yield GaugeMetricFamily(
         "polarnode_runtimes_prepared", "Prepared workspaces kept as images.", runtimes.prepared

@@ -224,6 +224,16 @@ class ContainerClient:
         """Let the first process run."""
         await self._call("start", lambda client: _checked(client.api.post(f"/containers/{container}/start")))
 
+    async def pause(self, container: str) -> None:
+        """Stop everything in it by the kernel's freezer."""
+        await self._call("pause", lambda client: _checked(client.api.post(f"/containers/{container}/pause")))
+
+    async def unpause(self, container: str) -> None:
+        """Let everything in it go on."""
+        await self._call(
+            "unpause", lambda client: _checked(client.api.post(f"/containers/{container}/unpause"))
+        )
+
     async def remove(self, container: str) -> None:
         """Kill and remove a container with its anonymous volumes; one that is already gone is fine."""
 

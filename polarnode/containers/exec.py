@@ -20,6 +20,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.containers.client import Hijacked, call, hijack
+from polarnode.containers.freezing import Freeze
 from polarnode.containers.inside import Inside
 from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import Json
@@ -132,6 +133,7 @@ class Execs:
     container: str
     inside: Inside
     limiter: trio.CapacityLimiter
+    freeze: Freeze
 
     async def run(self, order: ExecOrder, sink: Sink, *, alone: bool = False) -> int:
         """Run to the end and return the exit code (127: no such program, 137: killed). `sink` gets the output
@@ -209,6 +211,7 @@ class Execs:
     async def _end(self, exec_id: str | None, alone: bool) -> None:
         """TERM, a grace period, KILL. Never raises: the teardown of the container ends what remains."""
         try:
+            await self.freeze.thaw_for_good()  # frozen programs take no signal
             state = await self._inspect(exec_id) if exec_id is not None else {}
             if exec_id is not None and state["Running"] and state["Pid"]:
                 self.inside.signal_group(state["Pid"], signal.SIGTERM)

@@ -99,8 +99,8 @@ _log = logging.getLogger(__name__)
 
 @frozen(kw_only=True)
 class RuntimesStatistics:
-    """`live` are with sessions now, `warm` are ready, `prepared` workspaces are kept as images; the others
-    count since the node started.
+    """`live` are with sessions now, `frozen` of them are stopped, `warm` are ready, `prepared` workspaces are
+    kept as images; the others count since the node started.
 
     `reused` runtimes began with their workspace in them, from `copied` images or from existing ones.
     """
@@ -112,6 +112,7 @@ class RuntimesStatistics:
     failed: int
     swept: int
     service_restarts: int
+    frozen: int = 0
     prepared: int = 0
     copied: int = 0
     reused: int = 0

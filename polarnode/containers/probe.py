@@ -203,6 +203,7 @@ class PodmanFindings:
     mount_program: Path | None
     user_namespaces: bool
     quotas: bool
+    freezes: bool
     findings: tuple[Finding, ...]
 
     @property
@@ -226,6 +227,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
     native = driver == "overlay" and mount_program is None and _kernel() >= IDMAPPED_OVERLAY
     user_namespaces = native and closed_folder(state_dir) is None
     quotas = driver == "overlay" and mount_program is None and _has_quotas(state_dir)
+    freezes = cgroups == "v2" or _has_controller("freezer", cgroups)
     findings = (
         _root(),
         await _podman(podman),
@@ -237,6 +239,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
         _isolation(native, closed_folder(state_dir)),
         _sealing(can_seal()),
         _disk_limit(quotas),
+        _freezer(freezes),
         _memory(state_dir),
         _builder(),
     )
@@ -256,6 +259,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
         mount_program=mount_program,
         user_namespaces=user_namespaces,
         quotas=quotas,
+        freezes=freezes,
         findings=findings,
     )
 
@@ -521,6 +525,17 @@ def _disk_limit(quotas: bool) -> Finding:
         ok=True,
         what="what containers write is measured, and one over its limit is ended",
         remedy=remedy,
+    )
+
+
+def _freezer(freezes: bool) -> Finding:
+    if freezes:
+        return Finding(
+            name="freezer", ok=True, what="sessions that wait for the engine are frozen while memory is short"
+        )
+    remedy = "mount the freezer controller of cgroups v1, or use v2"
+    return Finding(
+        name="freezer", ok=True, what="no freezer: sessions that wait for the engine go on", remedy=remedy
     )
 
 

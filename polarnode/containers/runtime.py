@@ -39,6 +39,7 @@ from polarnode.containers.copying import Copy
 from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
 from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
 from polarnode.containers.files import Account, Collected, ContainerFiles, collect, unpack_workdir
+from polarnode.containers.freezing import Freeze
 from polarnode.containers.inside import (
     ENDPOINT_HOST,
     ENDPOINT_PORT,
@@ -88,6 +89,7 @@ class PodmanRuntime:
     _client: ContainerClient
     _on_close: Callable[[str], None]  # called with its id once it is removed, or left to the sweeper
     _watched: WatchedContainer
+    _freeze: Freeze
     _closed: bool = field(default=False, init=False)
     _sealed: SealState | None = field(default=None, init=False)
 
@@ -251,8 +253,22 @@ class PodmanRuntime:
         with self._watched.spared() as spared:
             spared(await trio.to_thread.run_sync(_restore, kept, self._files, self.workdir, limit))
 
+    @property
+    def frozen(self) -> bool:
+        """Whether its programs are stopped."""
+        return self._freeze.on
+
+    async def freeze(self) -> None:
+        """Stop its programs where they are; nothing once they are being ended. Raises RuntimeFault."""
+        await self._freeze.freeze()
+
+    async def thaw(self) -> None:
+        """Let its programs go on. Raises RuntimeFault."""
+        await self._freeze.thaw()
+
     async def end_processes(self) -> None:
         """End everything in the container but its first process."""
+        await self._freeze.thaw_for_good()
         await self._inside.kill_all()
 
     async def close(self) -> None:
@@ -282,6 +298,7 @@ class PodmanRuntime:
         stdin: bytes,
     ) -> ExecOrder:
         self._check_alive()
+        await self._freeze.thaw()
         obstacle = self._files.account_obstacle()
         if obstacle is not None:  # what ran in it did that, and would do it again
             raise EvaluatorError(f"nothing can be run: {obstacle}")
@@ -338,7 +355,7 @@ def _restore(kept: Path, files: ContainerFiles, workdir: str, limit: int) -> int
 @define(eq=False, kw_only=True)
 class Starter:
     """Starts containers for one node. `alive` are the ids it has not removed yet, which the sweeper must
-    skip.
+    skip, `frozen` those whose programs are stopped.
     """
 
     client: ContainerClient
@@ -350,6 +367,7 @@ class Starter:
     watch: DiskWatch
     allowed_volumes: tuple[str, ...] = ()
     alive: set[str] = field(factory=set, init=False)
+    frozen: set[str] = field(factory=set, init=False)
     _shift: Iterator[int] = field(factory=_shifts, init=False)
 
     async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
@@ -370,8 +388,13 @@ class Starter:
             account = await trio.to_thread.run_sync(_prepare, files, shape)
             await self.client.start(name)
             undo.pop_all()
-        watched = self._watch_disk(name, shape, inside, layer)
-        execs = Execs(socket=self.api, container=name, inside=inside, limiter=self.client.limiter)
+        freeze = Freeze(
+            container=name, client=self.client, frozen=self.frozen, possible=self.findings.freezes
+        )
+        watched = self._watch_disk(name, shape, inside, layer, freeze)
+        execs = Execs(
+            socket=self.api, container=name, inside=inside, limiter=self.client.limiter, freeze=freeze
+        )
         return PodmanRuntime(
             id=name,
             endpoint=endpoint,
@@ -383,6 +406,7 @@ class Starter:
             files=files,
             execs=execs,
             watched=watched,
+            freeze=freeze,
             client=self.client,
             on_close=self._forget,
         )
@@ -422,13 +446,20 @@ class Starter:
                 raise
         return inside, initialised.layer
 
-    def _watch_disk(self, name: str, shape: Shape, inside: Inside, layer: Path | None) -> WatchedContainer:
+    def _watch_disk(
+        self, name: str, shape: Shape, inside: Inside, layer: Path | None, freeze: Freeze
+    ) -> WatchedContainer:
         """Watch its disk, where there is a layer to measure."""
+
+        async def end() -> None:
+            await freeze.thaw_for_good()
+            await inside.kill_all()
+
         group = control_group_of(inside.pid)
         place = WritableLayer(
             folder=layer or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
         )
-        watched = WatchedContainer(id=name, layer=place, limit_mb=shape.disk_mb, end=inside.kill_all)
+        watched = WatchedContainer(id=name, layer=place, limit_mb=shape.disk_mb, end=end)
         if layer is not None:
             self.watch.add(watched)
         return watched
@@ -436,6 +467,7 @@ class Starter:
     def _forget(self, name: str) -> None:
         self.watch.discard(name)
         self.alive.discard(name)
+        self.frozen.discard(name)
 
     async def _discard(self, name: str) -> None:
         with trio.move_on_after(REMOVE_S, shield=True):

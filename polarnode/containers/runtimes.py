@@ -311,6 +311,7 @@ class Runtimes:
             failed=pool.failed,
             swept=self._sweeper.swept,
             service_restarts=self._service.restarts,
+            frozen=len(pool.starter.frozen),
             prepared=workspaces.kept,
             copied=workspaces.made,
             reused=workspaces.reused,

@@ -23,7 +23,9 @@ WARN_SHARE = 0.05
 WARN_TOKENS = 200_000  # prompt tokens before a share means something: some ten long prompts
 WARN_EVERY_S = 600.0  # the log of a week stays readable
 
-Credit = Callable[[float], None]  # moves a session's deadline by seconds, which may be negative
+# moves a session's deadline by seconds: more than 0 where its calls begin to be held, back or by 0 where none
+# is held any more
+Credit = Callable[[float], None]
 
 
 @define(eq=False)

@@ -344,7 +344,8 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
             adapters = await _restored(config, weights, report)
             images = Images(settings=runtimes.settings, log=state / "images.log", report=report)
-            served, recordings = _served(engines, model), _recordings(config)  # of both planes
+            served = _served(engines, model)
+            recordings = Recordings(Path(config.record_requests)) if config.record_requests else None
             plane = ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
             async with (
                 _open_sessions(
@@ -378,8 +379,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                             homes=homes,
                         )
                         yield node
-                        # not in a finally: who leaves by force gets `interrupted` trajectories at the next
-                        # start
+                        # not in a finally: left by force, it has `interrupted` trajectories at its next start
                         await node.stop(cancel=True)
 
 
@@ -501,7 +501,8 @@ async def _open_sessions(
         places=engines,
     )
     async with (
-        open_background(_machine_watch(config, services.stages, engines, runtimes).run),
+        open_background(services.freezer.run),
+        open_background(_machine_watch(config, services, engines).run),
         trio.open_nursery() as nursery,
     ):
         yield Scheduler(
@@ -527,10 +528,6 @@ def _sessions_dir(config: NodeConfig) -> Path:
     return Path(config.state_dir) / "sessions"
 
 
-def _recordings(config: NodeConfig) -> Recordings | None:
-    return None if config.record_requests is None else Recordings(Path(config.record_requests))
-
-
 def _served(engines: Engines, model: LoadedModel) -> Model:
     return Model(
         engine=engines,
@@ -543,9 +540,9 @@ def _served(engines: Engines, model: LoadedModel) -> Model:
     )
 
 
-def _machine_watch(config: NodeConfig, stages: Stages, engines: Engines, runtimes: Runtimes) -> MachineWatch:
+def _machine_watch(config: NodeConfig, services: NodeServices, engines: Engines) -> MachineWatch:
     return MachineWatch(
-        stages=stages,
+        stages=services.stages,
         bounds=Bounds(
             init=config.init_limit,
             run=config.run_limit,
@@ -555,8 +552,9 @@ def _machine_watch(config: NodeConfig, stages: Stages, engines: Engines, runtime
         ),
         ready_limit=config.ready_limit,
         engines=engines.statistics,
-        read=partial(read_machine, (runtimes.settings.state_dir, Path(config.state_dir))),
-        pause_prewarm=runtimes.hold,
+        read=partial(read_machine, (services.runtimes.settings.state_dir, Path(config.state_dir))),
+        pause_prewarm=services.runtimes.hold,
+        memory_short=services.freezer.memory_short,
     )
 
 

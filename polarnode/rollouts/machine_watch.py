@@ -108,7 +108,8 @@ logger = logging.getLogger(__name__)
 @define(eq=False, kw_only=True)
 class MachineWatch:
     """Adjusts the stage limits of one node. `read` gives the machine now; `pause_prewarm` is called with
-    whether memory or disk are short, so that no container is started for later.
+    whether memory or disk are short, so that no container is started for later; `memory_short` with whether
+    memory is.
     """
 
     stages: Stages
@@ -117,6 +118,7 @@ class MachineWatch:
     engines: Callable[[], EngineStatistics]
     read: Callable[[], Machine]
     pause_prewarm: Callable[[bool], None]
+    memory_short: Callable[[bool], None]
     state: State = field(init=False)
 
     @state.default
@@ -147,6 +149,8 @@ class MachineWatch:
         stages.post.adjust(state.post, state.post_held)
         if before.short != state.short:
             self.pause_prewarm(state.short)
+        if before.memory_short != state.memory_short:
+            self.memory_short(state.memory_short)
 
     def _log_change(self, before: State) -> None:
         if self.state.short and not before.short:

@@ -26,6 +26,7 @@ from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
+from polarnode.rollouts.freezer import Freezer
 from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
 from polarnode.support.waiting_line import Cohort
@@ -120,8 +121,9 @@ class SessionPlaces(Protocol):
     def begin_session(
         self, session: str, kind: str, group: str, credit: Callable[[float], None], *, waits: bool = True
     ) -> str | None:
-        """Give a session its place; why there is none, else None. `credit` moves its deadline by seconds.
-        One that can not wait begins without a place: its calls are held for it.
+        """Give a session its place; why there is none, else None. `credit` moves its deadline by seconds: by
+        more than 0 where its calls begin to be held, back or by 0 where none is held any more. One that can
+        not wait begins without a place: its calls are held for it.
         """
 
     def end_session(self, session: str) -> None:
@@ -175,6 +177,7 @@ class NodeServices:
     versions: Callable[[], Sequence[str]] = tuple
     adapters: Adapters = field(factory=Adapters)
     places: SessionPlaces = field(factory=UnboundedPlaces)
+    freezer: Freezer = field(factory=Freezer)
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
 
     def versions_of(self, adapter: str) -> Sequence[str]:

@@ -282,9 +282,10 @@ class Session:
         try:
             async with self._containers.reaching(runtime) as reach:
                 env = {**reach.env, **launch.env}
-                return await runtime.run_logged(
-                    launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
-                )
+                with self.services.freezer.follow(self.identity.session_id, runtime):
+                    return await runtime.run_logged(
+                        launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
+                    )
         except PolarnodeError as error:
             return error
 
@@ -322,7 +323,10 @@ class Session:
         self.services.places.end_session(self.identity.session_id)
 
     def _credit(self, seconds: float) -> None:
-        """Move the end of RUN, while its calls are held for its place."""
+        """Move the end of RUN, while its calls are held for its place. Its container may be frozen
+        meanwhile.
+        """
+        self.services.freezer.held(self.identity.session_id, seconds > 0)
         self._clock.credit(seconds)
         self._timing = evolve(self._timing, held_s=self._clock.held_s)
 

@@ -75,6 +75,7 @@ class State:
     init: int
     run: int
     post: int
+    memory_short: bool = False
     init_held: str | None = None
     run_held: str | None = None
     post_held: str | None = None
@@ -100,12 +101,12 @@ def decide(state: State, readings: Readings, standing: Standing, bounds: Bounds)
 
 def _init(state: State, readings: Readings, standing: Standing, bounds: Bounds) -> State:
     needed = RELIEF if state.short else 1.0
-    held = _short("memory", readings.memory_mb, bounds.memory_mb, needed) or _short(
-        "disk", readings.disk_mb, bounds.disk_mb, needed
-    )
+    memory = _short("memory", readings.memory_mb, bounds.memory_mb, needed)
+    held = memory or _short("disk", readings.disk_mb, bounds.disk_mb, needed)
+    state = evolve(state, memory_short=memory is not None, init_held=held)
     if held is None:
-        return evolve(state, init=bounds.init, init_held=None)
-    return evolve(state, init=0 if standing.at_work else 1, init_held=held)
+        return evolve(state, init=bounds.init)
+    return evolve(state, init=0 if standing.at_work else 1)
 
 
 def _short(what: str, free: float | None, reserve: int, needed: float) -> str | None:

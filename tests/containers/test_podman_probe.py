@@ -43,6 +43,7 @@ FOUND = PodmanFindings(
     mount_program=None,
     user_namespaces=True,
     quotas=False,
+    freezes=True,
     findings=(Finding(name="a", ok=True, what="well"),),
 )
 SECCOMP = Path("/var/lib/polarnode/podman/etc/seccomp.json")

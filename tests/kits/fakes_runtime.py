@@ -67,6 +67,9 @@ class MemoryRuntime:
     ended_for_room: bool = False
     ooms: int = 0
     sealed: tuple[str, ...] | None = None  # the writable places
+    frozen: bool = False
+    freezes: int = 0  # how often it was frozen
+    refuses: int = 0  # so many calls to freeze or thaw it fail
     _running: set[trio.CancelScope] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -175,13 +178,28 @@ class MemoryRuntime:
                 if entry.isfile() and entry.name.startswith("./"):
                     self.files[f"{self.workdir}/{entry.name[2:]}"] = archive.extractfile(entry).read()  # type: ignore[union-attr]
 
+    async def freeze(self) -> None:
+        await self._change(frozen=True)
+        self.freezes += 1
+
+    async def thaw(self) -> None:
+        await self._change(frozen=False)
+
+    async def _change(self, *, frozen: bool) -> None:
+        await trio.lowlevel.checkpoint()
+        if self.refuses:
+            self.refuses -= 1
+            raise RuntimeFault("podman: no")
+        self.frozen = frozen
+
     async def end_processes(self) -> None:
+        self.frozen = False
         await trio.lowlevel.checkpoint()
         for scope in self._running:
             scope.cancel()
 
     async def close(self) -> None:
-        self.alive = False
+        self.alive = self.frozen = False
         self.endpoint.close()
         await trio.lowlevel.checkpoint()
 

@@ -244,8 +244,9 @@ async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock)
         Machine(memory_mb=9000, disk_mb=90_000, cpu=1)
     ] * 1000
     held: list[bool] = []
+    short: list[bool] = []
     watch = MachineWatch(
-        stages=stages, bounds=BOUNDS, ready_limit=4, engines=lambda: engine, read=lambda: machines.pop(0), pause_prewarm=held.append
+        stages=stages, bounds=BOUNDS, ready_limit=4, engines=lambda: engine, read=lambda: machines.pop(0), pause_prewarm=held.append, memory_short=short.append
     )  # fmt: skip
     async with stages.run.slot(priority=50), trio.open_nursery() as nursery:
         await nursery.start(started, watch)
@@ -254,7 +255,7 @@ async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock)
         assert held == [True]
         # no deadline: virtual time would jump to it while a look is in its thread
         async with stages.init.slot(priority=50):
-            assert held == [True, False]
+            assert held == short == [True, False]
         assert stages.init.statistics().held_back is None
         assert stages.run.statistics().limit == 8
         assert stages.live.statistics().limit == 12

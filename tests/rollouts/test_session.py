@@ -22,6 +22,7 @@ from polarnode.core.trajectory import Outcome, Timing
 from polarnode.merge.trajectory import violated_invariant
 from polarnode.rollouts import evaluation, session_containers
 from polarnode.rollouts import session as session_module
+from polarnode.support.concurrency import open_background
 
 SLOW = RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "4")),))
 
@@ -186,6 +187,34 @@ async def test_what_calls_were_held_costs_no_budget_within_its_bound(
     assert (found.outcome.status, found.outcome.clock) == ("timeout", "run")
     assert round(found.timing.run_s) == run_s
     assert found.timing.held_s == held_s
+
+
+async def test_a_session_whose_calls_are_held_is_frozen_while_memory_is_short(
+    autojump_clock: Clock, tmp_path: Path
+) -> None:
+    class Holds(Cache):
+        async def _hold(self, credit: Callable[[float], None]) -> None:
+            await trio.sleep(10)
+            credit(50.0)
+            await trio.sleep(20)
+            credit(-30.0)
+
+    cache = Holds(free=2, held_s=20.0)
+    async with town(tmp_path, {"agent": agent(turns=8, each=7.0)}, places=cache) as place:
+        freezer = place.scheduler.services.freezer
+        async with open_background(freezer.run):
+            freezer.memory_short(True)
+            first, second = place.submit(num_samples=2)
+            await trio.sleep(12)
+            assert [runtime.frozen for runtime in place.runtimes.opened] == [True, True]
+            place.scheduler.cancel_session(first)
+            await trio.sleep(20)
+            assert place.of(first).outcome.status == "cancelled"
+            assert not any(runtime.frozen for runtime in place.runtimes.opened)
+            await place.over()
+    found = place.of(second)
+    assert (found.outcome.status, found.timing.held_s) == ("completed", 20.0)
+    assert [runtime.freezes for runtime in place.runtimes.opened] == [1, 1]
 
 
 @pytest.mark.parametrize("bug", [False, True])

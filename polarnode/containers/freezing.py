@@ -1,0 +1,52 @@
+"""The programs of one container, stopped and continued together by the kernel's freezer.
+
+A frozen container keeps its files, memory and connections: what is sent to it waits in the kernel. It takes
+no signal and starts nothing until it is thawed, so whatever ends, starts or removes its programs thaws it
+first. It is Podman that freezes, and not the node, so that a node which finds the container after a kill can
+remove it.
+"""
+
+import trio
+from attrs import define, field
+
+from polarnode.containers.client import ContainerClient
+
+
+@define(eq=False, kw_only=True)
+class Freeze:
+    """Whether one container is frozen. `frozen`: the names of the node's frozen containers. `possible`:
+    whether this machine can freeze any.
+    """
+
+    container: str
+    client: ContainerClient
+    frozen: set[str]
+    possible: bool = True
+    _lock: trio.Lock = field(factory=trio.Lock, init=False)  # Podman refuses to pause a paused container
+    _ended: bool = field(default=False, init=False)
+
+    @property
+    def on(self) -> bool:
+        """Whether it is frozen."""
+        return self.container in self.frozen
+
+    async def freeze(self) -> None:
+        """Stop all its programs; nothing where it is frozen, can not be, or was thawed for good. Raises
+        RuntimeFault.
+        """
+        async with self._lock:
+            if self.possible and not self.on and not self._ended:
+                await self.client.pause(self.container)
+                self.frozen.add(self.container)
+
+    async def thaw(self) -> None:
+        """Let them go on. Raises RuntimeFault; the container is then still frozen."""
+        async with self._lock:
+            if self.on:
+                await self.client.unpause(self.container)
+                self.frozen.discard(self.container)
+
+    async def thaw_for_good(self) -> None:
+        """Thaw it, and freeze it no more: its programs are about to be ended. Raises RuntimeFault."""
+        self._ended = True
+        await self.thaw()

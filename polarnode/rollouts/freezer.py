@@ -1,0 +1,118 @@
+"""Freezes the containers of sessions whose calls are held, while the machine's memory is short.
+
+A held call waits for its session's place in the engine's cache (`engine.residents`), at most HOLD_S. Its
+harness only waits meanwhile, but a test run or a server that it left in the background goes on taking memory,
+which the sessions with a place need to end. What was held is credited to the run, so freezing costs it no
+budget.
+
+Nothing is frozen while memory suffices, and a session's container is thawed when its call goes on.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import trio
+from attrs import define, field
+
+from polarnode.core.errors import RuntimeFault
+
+logger = logging.getLogger(__name__)
+
+# seconds until what Podman refused, or a runtime that is being ended ignored, is tried again: the service is
+# restarted within a few
+AGAIN_S = 5.0
+
+
+class Freezable(Protocol):
+    """A runtime whose programs can be stopped and continued."""
+
+    @property
+    def frozen(self) -> bool: ...
+
+    async def freeze(self) -> None:
+        """Nothing where it can not be frozen. Raises RuntimeFault."""
+
+    async def thaw(self) -> None:
+        """Raises RuntimeFault."""
+
+
+@define(eq=False)
+class _Followed:
+    """`not_before`: when the next attempt may be made (Trio's clock)."""
+
+    runtime: Freezable
+    changing: bool = False
+    not_before: float = 0.0
+
+
+@define(eq=False)
+class Freezer:
+    """The containers of one node's running sessions. `held` and `memory_short` only take note; `run` acts."""
+
+    _followed: dict[str, _Followed] = field(factory=dict, init=False)  # by session
+    _held: set[str] = field(factory=set, init=False)
+    _short: bool = field(default=False, init=False)
+    _changed: trio.Event = field(factory=trio.Event, init=False)
+
+    def memory_short(self, short: bool) -> None:
+        """Take note whether the machine's memory is short."""
+        self._short = short
+        self._changed.set()
+
+    def held(self, session: str, held: bool) -> None:
+        """Take note whether a session's calls are held."""
+        if held and session in self._followed:
+            self._held.add(session)
+        else:
+            self._held.discard(session)
+        self._changed.set()
+
+    @contextmanager
+    def follow(self, session: str, runtime: Freezable) -> Iterator[None]:
+        """While the block runs, a session's container may be frozen. Leaving it thaws nothing: whatever ends
+        its programs does that first.
+        """
+        self._followed[session] = _Followed(runtime)
+        self._changed.set()
+        try:
+            yield
+        finally:
+            del self._followed[session]
+            self._held.discard(session)
+
+    async def run(self, ready: trio.Event) -> None:
+        """Freeze and thaw until cancelled."""
+        ready.set()
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._changed = trio.Event()
+                now, again = trio.current_time(), float("inf")
+                for session, found in self._followed.items():
+                    wanted = self._short and session in self._held
+                    if found.changing or found.runtime.frozen == wanted:
+                        continue
+                    if found.not_before > now:
+                        again = min(again, found.not_before)
+                        continue
+                    found.changing = True
+                    nursery.start_soon(self._change, session, found, wanted)
+                with trio.move_on_at(again):
+                    await self._changed.wait()
+
+    async def _change(self, session: str, found: _Followed, freeze: bool) -> None:
+        try:
+            await (found.runtime.freeze() if freeze else found.runtime.thaw())
+        except RuntimeFault as fault:
+            if session in self._followed:  # else its container is being removed
+                logger.warning(
+                    "the container of session %s cannot be %s: %s",
+                    session,
+                    "frozen" if freeze else "thawed",
+                    fault,
+                )
+        finally:
+            found.changing = False
+            found.not_before = trio.current_time() + (0.0 if found.runtime.frozen == freeze else AGAIN_S)
+            self._changed.set()

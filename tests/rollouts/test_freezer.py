@@ -1,0 +1,122 @@
+"""Containers are frozen while memory is short and their session's calls are held, and at no other time."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from fakes_runtime import MemoryRuntime
+from trio.testing import MockClock
+
+from polarnode.rollouts.freezer import AGAIN_S, Freezer
+from polarnode.support.concurrency import open_background
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[Freezer]:
+    freezer = Freezer()
+    async with open_background(freezer.run):
+        yield freezer
+
+
+def container(**attributes: int) -> MemoryRuntime:
+    """One that nobody connects to."""
+    runtime = MemoryRuntime(**attributes)  # type: ignore[arg-type]
+    runtime.endpoint.close()
+    return runtime
+
+
+async def test_held_and_short_of_memory_is_frozen(autojump_clock: MockClock) -> None:
+    held, other = container(), container()
+    async with running() as freezer:
+        with freezer.follow("held", held), freezer.follow("other", other):
+            freezer.held("held", True)
+            await trio.sleep(1)
+            assert not held.frozen, "memory suffices"
+            freezer.memory_short(True)
+            await trio.sleep(1)
+            assert (held.frozen, other.frozen) == (True, False)
+            freezer.held("held", False)
+            await trio.sleep(1)
+            assert not held.frozen, "its call goes on"
+            freezer.held("other", True)
+            await trio.sleep(1)
+            assert other.frozen
+            freezer.memory_short(False)
+            await trio.sleep(1)
+            assert not other.frozen, "memory suffices again"
+        assert (held.freezes, other.freezes) == (1, 1)
+
+
+async def test_a_session_that_is_over_is_not_frozen(autojump_clock: MockClock) -> None:
+    runtime = container()
+    async with running() as freezer:
+        freezer.memory_short(True)
+        with freezer.follow("one", runtime):
+            freezer.held("one", True)
+        await trio.sleep(1)
+        freezer.held("one", True)
+        await trio.sleep(1)
+        with freezer.follow("one", runtime):
+            await trio.sleep(1)
+    assert runtime.freezes == 0
+
+
+async def test_what_podman_refuses_is_tried_again(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = container(refuses=2)
+    async with running() as freezer:
+        with freezer.follow("one", runtime), caplog.at_level(logging.WARNING):
+            freezer.memory_short(True)
+            freezer.held("one", True)
+            await trio.sleep(AGAIN_S + 1)
+            assert not runtime.frozen
+            await trio.sleep(AGAIN_S)
+            assert runtime.frozen
+            runtime.refuses = 1
+            freezer.held("one", False)
+            await trio.sleep(1)
+            assert runtime.frozen
+            await trio.sleep(AGAIN_S)
+            assert not runtime.frozen
+    assert [record.message for record in caplog.records] == [
+        "the container of session one cannot be frozen: podman: no",
+        "the container of session one cannot be frozen: podman: no",
+        "the container of session one cannot be thawed: podman: no",
+    ]
+
+
+async def test_what_ignores_it_is_not_asked_all_the_time(autojump_clock: MockClock) -> None:
+    class Ending(MemoryRuntime):
+        async def freeze(self) -> None:
+            self.freezes += 1
+            await trio.lowlevel.checkpoint()
+
+    runtime = Ending()
+    runtime.endpoint.close()
+    async with running() as freezer:
+        with freezer.follow("one", runtime):
+            freezer.memory_short(True)
+            freezer.held("one", True)
+            await trio.sleep(2.5 * AGAIN_S)
+    assert runtime.freezes == 3
+
+
+async def test_a_change_of_mind_while_podman_works_is_followed(autojump_clock: MockClock) -> None:
+    class Slow(MemoryRuntime):
+        async def freeze(self) -> None:
+            await trio.sleep(3)
+            await super().freeze()
+
+    runtime = Slow()
+    runtime.endpoint.close()
+    async with running() as freezer:
+        with freezer.follow("one", runtime):
+            freezer.memory_short(True)
+            freezer.held("one", True)
+            await trio.sleep(1)
+            freezer.held("one", False)
+            await trio.sleep(3)
+            assert (runtime.frozen, runtime.freezes) == (False, 1)
