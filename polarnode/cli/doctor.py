@@ -5,16 +5,9 @@ is not ok only if a node would not start with these settings; what only costs sp
 new tool-call syntax needs a description in `_SYNTAXES`.
 """
 
-import importlib.metadata
-import importlib.util
 import os
 import shutil
-import socket
-import ssl
-import subprocess
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,10 +21,8 @@ from polarnode.cli.doctor_cache import cache
 from polarnode.cli.output import harmless, open_console
 from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
 from polarnode.containers.inside import USER_LIMITS
-from polarnode.containers.probe import Finding, default_state_dir, probe
-from polarnode.containers.recipes import Recipes, default_runtimes_dir, read_recipes
+from polarnode.containers.probe import Finding, default_state_dir
 from polarnode.core import codec
-from polarnode.core.codec.limits import address
 from polarnode.core.conversation import Conversation, Message
 from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, PolarnodeError, Refused
 from polarnode.core.ports import Question
@@ -39,14 +30,9 @@ from polarnode.core.task import RuntimeSpec
 from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
 from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
-from polarnode.http.server import Certificate
+from polarnode.node.checks import requirements
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.node import (
-    captures_certificate,
-    captures_listener,
-    control_certificate,
-)
-from polarnode.node.opening import simulated_marks, teacher_settings
+from polarnode.node.settings import simulated_marks, teacher_settings
 from polarnode.rollouts.judges import open_judges
 from polarnode.tokens.families import CallSyntax, Family
 from polarnode.tokens.template import LoadedModel, load_model
@@ -164,9 +150,6 @@ PROBE = Question(
         "additionalProperties": False,
     },
 )
-HANDSHAKE_STEPS = 3  # of each side: hello, keys, finished
-RENEWAL_DAYS = 14  # left of a certificate: those of 90 days are renewed when 30 are
-NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs with a broken driver
 ENOUGH_DISK = 10 << 30  # bytes: four runtime images and their base are about 4 GB
 
 
@@ -202,24 +185,20 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     """All findings, quick ones first. The model takes seconds: its tokenizer is loaded, its template audited,
     and a table describes it.
     """
+    required = list(requirements(config))
+    yield from required
     state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
-    yield from trio.run(probe, state_dir).findings
     yield from kernel_limits(config)
     yield disk(state_dir)
-    yield recipes(config)
     if config.engine == "simulated":
         yield simulated(config)
     elif config.engine_urls:
         yield from trio.run(servers, config)
-    else:
-        yield sglang(config)
-        yield gpus(config)
     yield from cache(config)
-    yield from control_plane(config)
-    yield from captures(config)
     yield from judges(config, os.environ)
     yield from teachers(config)
-    yield from model(Path(config.model), simulated=config.engine == "simulated")
+    if all(each.ok for each in required if each.name == "model"):
+        yield from model(Path(config.model), simulated=config.engine == "simulated")
 
 
 def show(console: Console, finding: Finding) -> None:
@@ -228,25 +207,6 @@ def show(console: Console, finding: Finding) -> None:
     console.print(mark + Text(harmless(f"{finding.name}: {finding.what}")))
     if finding.remedy:
         console.print(Text(harmless(f"  → {finding.remedy}"), style="dim" if finding.ok else "yellow"))
-
-
-def sglang(config: NodeConfig) -> Finding:
-    """The engine's package. It is looked up but not imported, as in the node's process."""
-    if importlib.util.find_spec("sglang") is None:
-        return Finding(
-            name="sglang",
-            ok=False,
-            what="not installed",
-            remedy="pip install 'polarnode[gpu]' on a GPU host. Without a GPU: `make setup` in a checkout, or"
-            " pip install 'polarnode[cpu]' and then pip install --no-deps sglang==0.5.23",
-        )
-    version = importlib.metadata.version("sglang")
-    if importlib.util.find_spec("sgl_kernel") is not None:
-        return Finding(name="sglang", ok=True, what=f"{version}, full: serves on GPUs")
-    remedy = "pip install 'polarnode[gpu]' (about 4 GB)" if config.gpus else ""
-    return Finding(
-        name="sglang", ok=not config.gpus, what=f"{version}, slim: serves with --cpu only", remedy=remedy
-    )
 
 
 def simulated(config: NodeConfig) -> Finding:
@@ -280,39 +240,6 @@ async def servers(config: NodeConfig) -> list[Finding]:
                 what = f"{url}: SGLang {ready.sglang_version}, {ready.capacity} tokens a request, {weights}"
                 found.append(Finding(name="engine", ok=True, what=what))
     return found
-
-
-def gpus(config: NodeConfig) -> Finding:
-    """The GPUs that nvidia-smi lists and those the config names. Having none is ok if none are named."""
-    if shutil.which("nvidia-smi") is None:
-        return _gpus(config, 0)
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False
-        ).stdout
-    except subprocess.TimeoutExpired:
-        return Finding(
-            name="gpus",
-            ok=False,
-            what="nvidia-smi does not answer",
-            remedy="check the driver: dmesg | grep -i nvrm",
-        )
-    return _gpus(config, sum(line.startswith("GPU ") for line in listed.splitlines()))
-
-
-def _gpus(config: NodeConfig, count: int) -> Finding:
-    missing = [number for number in config.gpus if number >= count]
-    if missing:
-        named = ", ".join(map(str, missing))
-        remedy = (
-            f"use --gpus 0-{count - 1}"
-            if count
-            else "use --cpu, or install the driver: nvidia-smi -L must list the GPUs"
-        )
-        return Finding(name="gpus", ok=False, what=f"{count} found, but not GPU {named}", remedy=remedy)
-    return Finding(
-        name="gpus", ok=True, what=f"{count}: use --gpus 0-{count - 1}" if count else "none: use --cpu"
-    )
 
 
 def disk(state_dir: Path) -> Finding:
@@ -408,98 +335,6 @@ def kernel_limits(config: NodeConfig, sysctls: Path = Path("/proc/sys")) -> Iter
 def _rounded(needed: int) -> int:
     """The next power of two."""
     return 1 << (needed - 1).bit_length()
-
-
-def recipes(config: NodeConfig) -> Finding:
-    """The recipes of runtimes that harnesses run in."""
-    try:
-        folder = Path(config.runtimes_dir) if config.runtimes_dir else default_runtimes_dir()
-        return Finding(
-            name="runtimes",
-            ok=True,
-            what=f"{_carried(read_recipes(folder, base=config.base_image))} in {folder}",
-        )
-    except ConfigError as error:
-        return Finding(
-            name="runtimes",
-            ok=False,
-            what=str(error),
-            remedy="unset POLARNODE_RUNTIMES_DIR, or set it to a folder of image recipes",
-        )
-
-
-def _carried(found: Recipes) -> str:
-    """Each recipe and its harnesses: `base, pi (for pi)`."""
-    return ", ".join(
-        recipe.name + (f" (for {', '.join(recipe.config.harnesses)})" if recipe.config.harnesses else "")
-        for recipe in found.by_name.values()
-    )
-
-
-def control_plane(config: NodeConfig) -> Iterator[Finding]:
-    """The certificate of the node's own control plane; nothing where it speaks plain HTTP."""
-    try:
-        certificate = control_certificate(config)
-    except ConfigError as error:
-        yield Finding(name="control plane", ok=False, what=str(error), remedy="see docs/fleet.md")
-        return
-    if certificate is not None:
-        every = config.host in ("0.0.0.0", "::")
-        host = socket.gethostname() if every else config.host
-        yield certified(certificate, host, time.time(), "clients that do not pin it refuse it")
-
-
-def captures(config: NodeConfig) -> Iterator[Finding]:
-    """Where agents of other machines find the captures' endpoint; nothing where none does."""
-    try:
-        captures_listener(evolve(config, capture_port=0)).close()
-        certificate = captures_certificate(config)
-    except ConfigError as error:
-        yield Finding(name="captures", ok=False, what=str(error), remedy="see docs/remote.md")
-        return
-    if certificate is not None:
-        host = address(config.capture_url or "").hostname or config.capture_listen
-        yield certified(certificate, host, time.time())
-    if config.captures_public:
-        given = config.capture_url or "the address it listens on"
-        yield Finding(
-            name="captures",
-            ok=True,
-            what=f"{config.capture_listen} port {config.capture_port or 'any'}; agents are given {given}",
-            remedy=""
-            if config.capture_port
-            else "set capture_port: a firewall or an ingress needs a fixed one",
-        )
-
-
-def certified(
-    certificate: Certificate, host: str, now: float, otherwise: str = "no agent connects"
-) -> Finding:
-    """Whether clients that trust this certificate's authority take it for `host`, and for how long. They are
-    asked in memory: a handshake verifies as they do. `otherwise` is what becomes of them if not.
-    """
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.load_verify_locations(certificate.chain)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its own certificate is enough of an authority
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    calling = client.wrap_bio(back, there, server_hostname=host)
-    called = certificate.context.wrap_bio(there, back, server_side=True)
-    try:
-        for side in (calling, called) * HANDSHAKE_STEPS:
-            with suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-    except ssl.SSLCertVerificationError as error:
-        fault = error.verify_message
-        remedy = f"{otherwise}: have one issued for {host}; a node that runs reads it again by itself"
-        return Finding(name="certificate", ok=True, what=f"{certificate.chain}: {fault}", remedy=remedy)
-    ends = ssl.cert_time_to_seconds(str((calling.getpeercert() or {})["notAfter"]))
-    days = (ends - now) / 86400
-    return Finding(
-        name="certificate",
-        ok=True,
-        what=f"{certificate.chain}: for {host}, {days:.0f} days left",
-        remedy="" if days > RENEWAL_DAYS else "renew it: a node that runs reads it again by itself",
-    )
 
 
 def judges(config: NodeConfig, environment: Mapping[str, str]) -> Iterator[Finding]:

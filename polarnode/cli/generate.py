@@ -30,6 +30,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, ModelError, boundary
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.node import checks
 from polarnode.node.config import NodeConfig
 from polarnode.offline.acceptance import Acceptance, AcceptanceResult, judge, parse_acceptance
 from polarnode.offline.generation import (
@@ -473,6 +474,7 @@ def _generated(
         f"· {work.done + len(work.slots)} sessions, {work.done} of them already done; log: {log}",
         style="dim",
     )
+    checks.refuse_unfit(config)
     build_images(tasks, config, report=lambda text: console.print(f"· {text}", style="dim"))
     try:
         return trio.run(run_work, config, work, console)

@@ -27,6 +27,7 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import stopped_early
 from polarnode.journal.damage import encoded
 from polarnode.merge.trajectory import violated_invariant
+from polarnode.node import checks
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node
@@ -78,6 +79,7 @@ def run(config: NodeConfig, sources: SourceSelection, *, out: Path, expect_rewar
     own = evolve(config, import_paths=config.import_paths or ("*",))
     tasks = [checked(task, config=own, here=True) for task in sources.tasks()]
     specs = [task.spec for task in tasks]
+    checks.refuse_unfit(own)
     console, state = open_console(), new_state(out)
     own = evolve(own, state_dir=str(state))
     with boundary(ConfigError, f"--out {out} cannot be written"):

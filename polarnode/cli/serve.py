@@ -20,6 +20,7 @@ from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.integrations.nemo_gym.app import Lost, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import TaskTemplate
+from polarnode.node import checks
 from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.joining import FleetEntry, joining_config
 from polarnode.node.node import Node
@@ -42,6 +43,7 @@ def serve(config: NodeConfig) -> int:
     config = joining_config(config)
     # reports a taken port now, not after the engine has started
     listening_socket(Address(host=config.host, port=config.port)).close()
+    checks.refuse_unfit(config)
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         open_node_log(state)
     trio.run(_serve, config, open_console())

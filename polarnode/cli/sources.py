@@ -91,7 +91,7 @@ def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, report: Calla
     import trio
 
     from polarnode.containers.images import build_task_images
-    from polarnode.node.opening import runtimes_settings  # heavy, so imported only to build
+    from polarnode.node.settings import runtimes_settings  # heavy, so imported only to build
 
     settings, log = runtimes_settings(config), Path(config.state_dir) / "images.log"
 

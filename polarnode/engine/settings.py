@@ -7,6 +7,7 @@ the words of the command line; the first match wins, so special patterns come fi
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,6 +160,26 @@ def check(settings: EngineSettings) -> None:
             f"--gpus names {len(settings.gpus)} GPUs and --tp {settings.tp} takes that many for each engine:"
             " change one of them"
         )
+    if fault := _misfit(settings):
+        raise _wrong(fault)
+
+
+def _misfit(settings: EngineSettings) -> str | None:
+    """Why the checkpoint cannot be served with these settings by an engine of the node's own; None where it
+    can, as far as its config.json says.
+    """
+    most, heads = context_of(settings.model_path), _whole(_text_config(settings.model_path), HEADS, 0)
+    length, name = settings.context_length, settings.model_path.name
+    if length is not None and most is not None and length > most and LONGER not in os.environ:
+        return (
+            f"--context-length {length}: the model {name} was made for {most}; leave it out, or set"
+            f" {LONGER}=1 if its positions reach further"
+        )
+    if heads % settings.tp and "enable_dp_attention" not in settings.extra:
+        return (
+            f"--tp {settings.tp} does not divide the {heads} attention heads of the model {name}: change --tp"
+        )
+    return None
 
 
 def experts_of(settings: EngineSettings) -> Experts:
@@ -223,9 +244,29 @@ def unadapted(settings: EngineSettings) -> str | None:
     return next((sentence for holds, sentence in reasons if holds), None)
 
 
+# where SGLang looks for the tokens a checkpoint was made for, in its order
+CONTEXT_KEYS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+HEADS = "num_attention_heads"
+LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's own variable: no limit by the checkpoint
+
+
 def context_of(model: Path) -> int | None:
-    """Tokens that a checkpoint was made for; None where its config does not say it."""
-    return _whole(_text_config(model), "max_position_embeddings", 0) or None
+    """Tokens that a checkpoint was made for, as SGLang reads it; None where its config does not say it."""
+    merged = _text_config(model)
+    length = next((found for key in CONTEXT_KEYS if (found := _whole(merged, key, 0))), None)
+    scaling = merged.get("rope_scaling")
+    if length is None or not isinstance(scaling, dict) or scaling.get("rope_type") == "llama3":
+        return length
+    factor = scaling.get("factor", 1)
+    if "original_max_position_embeddings" in scaling or not isinstance(factor, int | float):
+        return length
+    return int(factor * length)
 
 
 def gpu_groups(settings: EngineSettings) -> tuple[tuple[int, ...], ...]:

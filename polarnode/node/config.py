@@ -231,6 +231,8 @@ def parse_gpus(text: str) -> list[Json]:
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise ConfigError(f"--gpus {text}: give numbers and ranges, such as 0-7 or 0,2")
+        if dash and int(last) < int(first):
+            raise ConfigError(f"--gpus {text}: {part.strip()} counts down; write {last}-{first}")
         found.extend(range(int(first), int(last or first) + 1))
     if not found or len(set(map(str, found))) != len(found):
         raise ConfigError(f"--gpus {text}: name each GPU once")
@@ -303,6 +305,10 @@ def _check(config: NodeConfig) -> None:
         raise ConfigError(
             f"--tp {config.tp} must divide the {len(config.gpus)} GPUs given: one engine takes --tp of them"
         )
+    if config.context_length is not None and config.context_length < 1:
+        raise ConfigError("context_length must be at least 1 token; leave it out for the checkpoint's")
+    if config.mem_fraction is not None and not 0 < config.mem_fraction < 1:
+        raise ConfigError("mem_fraction must be between 0 and 1: it is the share of a GPU's memory")
     _check_simulated(config.simulated)
     _check_external(config)
     _check_egress(config)

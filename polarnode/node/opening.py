@@ -32,8 +32,6 @@ from polarnode.api.routes import (
 )
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
-from polarnode.containers.probe import default_state_dir
-from polarnode.containers.recipes import RuntimesSettings
 from polarnode.containers.runtimes import Runtimes, open_runtimes
 from polarnode.core.errors import ConfigError, EngineError, ModelError, boundary
 from polarnode.engine.adapter_store import AdapterStore
@@ -41,15 +39,9 @@ from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
-from polarnode.engine.protocol import Marks, Simulation
 from polarnode.engine.scoring import POLICY, Scoring
 from polarnode.engine.settings import (
     EngineSettings,
-    External,
-    Simulated,
-    context_of,
-    experts_of,
-    unrouted,
 )
 from polarnode.engine.weights import Weights, last_weights, open_weights
 from polarnode.fleet.weight_files import WeightFiles
@@ -61,10 +53,16 @@ from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
 from polarnode.integrations.polar.extension import callback_formats, polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.values import Retention
-from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.node import Node, control_certificate, open_captures
 from polarnode.node.peers import open_homes
+from polarnode.node.settings import (
+    engine_settings,
+    retention_of,
+    runtimes_settings,
+    teacher_settings,
+    why_unrouted,
+)
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.lifecycle import SessionRegistry
@@ -75,11 +73,9 @@ from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.bounded import private_folder
 from polarnode.support.concurrency import PrioritySemaphore, open_background
 from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
-from polarnode.tokens.families import Family
 from polarnode.tokens.template import LoadedModel, load_model
-from polarnode.tokens.tokenizer import vocabulary_difference, vocabulary_sample
 
-# ── settings ────────────────────────────────────────────────────────────
+# ── model ────────────────────────────────────────────────────────────
 
 
 def load_node_model(config: NodeConfig) -> LoadedModel:
@@ -110,146 +106,7 @@ async def with_served_model(config: NodeConfig) -> NodeConfig:
     return evolve(config, model=str(await trio.Path(model).resolve()))
 
 
-def engine_settings(config: NodeConfig, state: Path, model: LoadedModel) -> EngineSettings:
-    if not config.cpu and not config.gpus and config.engine == "sglang":
-        raise ConfigError("say where the model runs: --gpus 0-7, --gpus 0, --cpu, or --engine URL")
-    settings = EngineSettings(
-        model_path=Path(config.model),
-        device="cpu" if config.cpu else "cuda",
-        gpus=config.gpus,
-        tp=config.tp,
-        context_length=config.context_length,
-        mem_fraction=config.mem_fraction,
-        state_dir=state,
-        routed_experts=config.routed_experts,
-        memory_saver=config.memory_saver,
-        lora_rank=config.lora_rank,
-        residency=config.residency,
-        session_cache=config.session_cache,
-        host_cache_gb=config.host_cache_gb,
-        lora_modules=config.lora_modules,
-        lora_slots=config.lora_slots,
-        simulated=_simulated(config, model) if config.engine == "simulated" else None,
-    )
-    external = _external(config, settings, model) if config.engine_urls else None
-    return evolve(settings, external=external)
-
-
-ASSUMED_CONTEXT = 32_768  # tokens, where neither a setting, the checkpoint nor a server says how many
-
-
-def _external(config: NodeConfig, settings: EngineSettings, model: LoadedModel) -> External:
-    """What the servers must agree with."""
-    if config.routed_experts and (reason := unrouted(settings)):
-        raise ConfigError(f"--routed-experts: {reason}")
-    return External(
-        urls=config.engine_urls,
-        vocab_size=model.tokenizer.vocab_size,
-        context_length=config.context_length or context_of(settings.model_path) or ASSUMED_CONTEXT,
-        words=vocabulary_sample(model.tokenizer),
-        experts=experts_of(settings) if config.routed_experts else None,
-    )
-
-
-def retention_of(config: NodeConfig) -> Retention:
-    """How much the journal keeps."""
-    return Retention(
-        acknowledged=config.keep_acknowledged_mb << 20,
-        everything=config.keep_mb << 20,
-        acknowledged_s=config.keep_acknowledged_hours * 3600,
-        silence_s=config.consumer_hours * 3600,
-    )
-
-
-def why_unrouted(config: NodeConfig, model: LoadedModel) -> str:
-    """Why the engine of this node reports no routed experts, and what to do about it."""
-    settings = engine_settings(config, Path(config.state_dir), model)
-    return unrouted(settings) or "the engine was started without them; start the node with --routed-experts"
-
-
-def _simulated(config: NodeConfig, model: LoadedModel) -> Simulated:
-    return Simulated(
-        simulation=config.simulated,
-        vocab_size=model.tokenizer.vocab_size,
-        marks=simulated_marks(model.family),
-    )
-
-
-def simulated_marks(family: Family) -> Marks:
-    """What random answers are written with. ModelError for a family that writes calls otherwise than as JSON
-    between marks.
-    """
-    if family.call_syntax not in ("json", "none"):
-        how = (
-            f"the simulated engine writes calls as JSON between marks, the family {family.name} writes them"
-            f" otherwise ({family.call_syntax})"
-        )
-        raise ModelError(f"{how}: leave --model out, or name a Qwen3; a node's load hardly depends on it")
-    return Marks(
-        turn_end=family.stop_ids[0],
-        think_open=family.think_open,
-        think_close=family.think_close,
-        call_open=family.call_open,
-        call_close=family.call_close,
-    )
-
-
-def runtimes_settings(config: NodeConfig) -> RuntimesSettings:
-    state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
-    return RuntimesSettings(
-        state_dir=state_dir,
-        node_id=config.node_id,
-        runtimes_dir=Path(config.runtimes_dir) if config.runtimes_dir else None,
-        base_image=config.base_image,
-        warm=config.warm,
-        prepared=config.prepared,
-        volumes=config.volumes,
-        disk_reserve_mb=config.disk_reserve_mb,
-    )
-
-
 # ── teachers ────────────────────────────────────────────────────────────
-
-
-def teacher_settings(
-    name: str, teacher: TeacherConfig, state: Path, model: LoadedModel, policy: Path
-) -> EngineSettings:
-    """The engine of a teacher. ConfigError where its checkpoint has another vocabulary than the policy's."""
-    if teacher.model is not None:
-        theirs = load_model(Path(teacher.model)).tokenizer
-        if difference := vocabulary_difference(theirs, model.tokenizer):
-            raise ConfigError(
-                f"teachers.{name}.model has another vocabulary than --model: {difference}; a teacher reads"
-                " the policy's ids, so name a model of its family"
-            )
-    folder = Path(teacher.model or policy)
-    simulated = external = None
-    if teacher.engine == "simulated":
-        simulated = Simulated(
-            simulation=Simulation(),
-            vocab_size=model.tokenizer.vocab_size,
-            marks=simulated_marks(model.family),
-        )
-    if teacher.engine_urls:
-        external = External(
-            urls=teacher.engine_urls,
-            vocab_size=model.tokenizer.vocab_size,
-            context_length=teacher.context_length or context_of(folder) or ASSUMED_CONTEXT,
-            words=vocabulary_sample(model.tokenizer),
-        )
-    return EngineSettings(
-        model_path=folder,
-        device="cpu" if teacher.cpu else "cuda",
-        gpus=teacher.gpus,
-        tp=teacher.tp,
-        context_length=teacher.context_length,
-        mem_fraction=teacher.mem_fraction,
-        state_dir=state / f"teacher-{name}",
-        weight_version=name,
-        simulated=simulated,
-        external=external,
-        key_env=teacher.key_env,
-    )
 
 
 @asynccontextmanager

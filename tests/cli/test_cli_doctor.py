@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import shutil
-import tomllib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,6 @@ from click.testing import CliRunner
 from family_fixtures import family_folder
 from judge_kit import Endpoint, error, says, serving
 from rich.table import Table
-from tls_kit import Authority
 
 from polarnode.cli import doctor
 from polarnode.cli.doctor_cache import cache
@@ -117,66 +115,6 @@ def test_a_full_disk_is_a_fault_with_a_figure(tmp_path: Path, monkeypatch: pytes
     assert "POLARNODE_PODMAN_DIR" in finding.remedy
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=30 << 30))
     assert doctor.disk(tmp_path).ok
-
-
-def test_the_recipes_are_named_with_the_harnesses_they_carry(tmp_path: Path) -> None:
-    finding = doctor.recipes(CPU)
-    assert finding.ok
-    assert "pi (for pi)" in finding.what
-    missing = doctor.recipes(NodeConfig(runtimes_dir=str(tmp_path)))
-    assert not missing.ok
-    assert "no runtime.toml" in missing.what
-    assert "POLARNODE_RUNTIMES_DIR" in missing.remedy
-
-
-def test_no_gpu_is_a_fault_only_where_one_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert doctor.gpus(CPU) == Finding(name="gpus", ok=True, what="none: use --cpu")
-    assert not doctor.gpus(NodeConfig(gpus=(0,))).ok
-    nvidia_smi(tmp_path, "for i in 0 1; do echo GPU $i: H200; done")
-    assert doctor.gpus(CPU).what == "2: use --gpus 0-1"
-    assert doctor.gpus(NodeConfig(gpus=(0, 1))).ok
-    finding = doctor.gpus(NodeConfig(gpus=(1, 2, 3)))
-    assert (finding.ok, finding.what, finding.remedy) == (
-        False,
-        "2 found, but not GPU 2, 3",
-        "use --gpus 0-1",
-    )
-
-
-def test_a_driver_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvidia_smi(tmp_path, "read -r never < /dev/zero")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "NVIDIA_SMI_S", 0.2)
-    assert doctor.gpus(CPU).what == "nvidia-smi does not answer"
-
-
-def nvidia_smi(folder: Path, script: str) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-
-
-def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"sglang", "sgl_kernel"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in there else None)
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.5.23")
-    assert doctor.sglang(NodeConfig(gpus=(0,))) == Finding(
-        name="sglang", ok=True, what="0.5.23, full: serves on GPUs"
-    )
-    there.discard("sgl_kernel")
-    assert doctor.sglang(CPU).ok
-    slim = doctor.sglang(NodeConfig(gpus=(0,)))
-    assert not slim.ok
-    assert "polarnode[gpu]" in slim.remedy
-    there.clear()
-    missing = doctor.sglang(CPU).remedy
-    assert "make setup" in missing
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    (pinned,) = (line for line in project["optional-dependencies"]["gpu"] if line.startswith("sglang=="))
-    assert f"pip install --no-deps {pinned}" in missing, "the slim engine has the version of the extra `gpu`"
 
 
 async def test_a_judge_is_asked_one_word_in_its_form() -> None:
@@ -311,41 +249,3 @@ def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
 
 def test_the_kernels_limits_are_read_where_they_are() -> None:
     assert list(doctor.kernel_limits(NodeConfig()))
-
-
-def test_the_address_and_the_certificate_of_captures_are_looked_at_as_agents_would(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-
-    def looked(*names: str, days: float, **settings: Any) -> list[tuple[bool, str, str]]:
-        chain, key = authority.issue(*names, days=days)
-        config = NodeConfig(capture_tls_cert=chain, capture_tls_key=key, **settings)
-        return [(each.ok, each.what, each.remedy) for each in doctor.captures(config)]
-
-    url: Any = {"capture_url": "https://node.example:8443", "capture_port": 8443}
-    (ok, what, remedy), (_, where, _) = looked("node.example", days=40.5, **url)
-    assert ok
-    assert what.endswith("for node.example, 40 days left")
-    assert remedy == ""
-    assert where == "127.0.0.1 port 8443; agents are given https://node.example:8443"
-    assert "renew it" in looked("node.example", days=3, **url)[0][2]
-    assert "expired" in looked("node.example", days=-1, **url)[0][1]
-    other = looked("10.0.0.7", days=40, **url)[0]
-    assert (other[0], "not valid for 'node.example'" in other[1]) == (True, True)
-    assert "issued for node.example" in other[2]
-    # an address of documentation, which no machine has
-    ((ok, what, _),) = looked("x", days=3, capture_listen="192.0.2.1")
-    assert (ok, "capture_listen 192.0.2.1" in what) == (False, True)
-    assert list(doctor.captures(NodeConfig())) == []
-
-
-def test_the_control_planes_certificate_is_looked_at_as_clients_would(tmp_path: Path) -> None:
-    assert list(doctor.control_plane(NodeConfig())) == []
-    chain, key = Authority(tmp_path).issue("10.0.0.2", days=40.5)
-    config = NodeConfig(host="10.0.0.2", tls_cert=chain, tls_key=key)
-    (found,) = doctor.control_plane(config)
-    assert (found.ok, found.remedy) == (True, "")
-    assert found.what.endswith("for 10.0.0.2, 40 days left")
-    (found,) = doctor.control_plane(evolve(config, host="0.0.0.0"))
-    assert "clients that do not pin it refuse it" in found.remedy
-    (found,) = doctor.control_plane(evolve(config, tls_key=chain))
-    assert (found.ok, "tls_key" in found.what, "capture" in found.what) == (False, True, False)

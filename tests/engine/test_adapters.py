@@ -27,7 +27,7 @@ from polarnode.engine.host import Host
 from polarnode.engine.protocol import Done, LoadDisk, Simulation
 from polarnode.engine.settings import EngineSettings, Simulated, check, engine_arguments
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
 
 MODEL = load_model(TINY_MODEL)

@@ -20,7 +20,7 @@ from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Forget, Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
 
 __all__ = ["temporary"]  # a fixture, asked for by name

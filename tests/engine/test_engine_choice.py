@@ -15,7 +15,8 @@ from polarnode.containers.probe import Finding
 from polarnode.core.errors import ConfigError
 from polarnode.engine.protocol import Simulation
 from polarnode.node.config import TINY_MODEL, NodeConfig, read_config
-from polarnode.node.opening import engine_settings, load_node_model, rare_collections
+from polarnode.node.opening import load_node_model, rare_collections
+from polarnode.node.settings import engine_settings
 
 ON = NodeConfig(
     engine="simulated", simulated=Simulation(tokens_per_s=40), gpus=(0, 1, 2, 3), tp=2, context_length=9000

@@ -16,7 +16,7 @@ from polarnode.engine.protocol import Simulation
 from polarnode.engine.residency import ResidencyStatistics
 from polarnode.engine.settings import EngineSettings, External, Simulated
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
 
 CAPACITY = 40_000

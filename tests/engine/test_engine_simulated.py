@@ -38,7 +38,7 @@ from polarnode.engine.simulated import __main__
 from polarnode.engine.simulated.answers import COMMANDS, HEADS, Answers, load_vocabulary, tool_call, value
 from polarnode.engine.simulated.serving import BLOCK, KEPT, Prefixes, Serving
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 from polarnode.support.concurrency import group_members
 from polarnode.tokens.parser import ParsedAnswer, Parser
 from polarnode.tokens.template import LoadedModel, load_model

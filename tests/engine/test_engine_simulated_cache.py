@@ -19,7 +19,7 @@ from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.engine.simulated.cache import KV_ASIDE, RequestProgress, SimulatedCache
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import LoadedModel, load_model
 
 SMALL = Simulation(kv_tokens=6000, kv_page=1, tokens_per_s=400, prefill_tokens_per_s=40_000)

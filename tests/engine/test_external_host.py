@@ -24,7 +24,9 @@ from polarnode.engine.protocol import Experts, Failed, Forget, Generate, ToNode
 from polarnode.engine.routing import DEATHS, Deaths, followed
 from polarnode.engine.settings import EngineSettings, External
 from polarnode.node.config import NodeConfig, read_config
-from polarnode.node.opening import engine_settings, load_node_model, vocabulary_sample, with_served_model
+from polarnode.node.opening import load_node_model, with_served_model
+from polarnode.node.settings import engine_settings
+from polarnode.tokens.tokenizer import vocabulary_sample
 
 WORDS = ((7, "bread"), (9, " bear"))
 MODEL = {"model_path": "/far/away", "weight_version": "3", "is_generation": True}

@@ -24,7 +24,7 @@ from polarnode.engine.scoring import REST, ROWS_ALONE, ScoreCall, ScoreTurns
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.engine.simulated.answers import simulated_scores
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
 
 ROW = list(range(300, 340))

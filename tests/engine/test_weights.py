@@ -29,7 +29,8 @@ from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.gateway.call import KeepAlivePacing
 from polarnode.journal.journal import open_journal
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.opening import simulated_marks, weights_model, weights_to_begin_with
+from polarnode.node.opening import weights_model, weights_to_begin_with
+from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import LoadedModel, load_model
 
 SLOW = Simulation(tokens_per_s=100, first_token_s=0, prefill_tokens_per_s=0)

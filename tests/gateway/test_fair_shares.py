@@ -24,7 +24,7 @@ from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.gateway import live_sessions
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 
 CONNECTIONS, CHOICES = 100, 8  # the attack's
 # a quarter of a second for each sample, 48 at once: 512 of them in the order of arrival are 2.7 s

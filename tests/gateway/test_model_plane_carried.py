@@ -17,7 +17,7 @@ from polarnode.gateway.endpoint import ModelPlane
 from polarnode.merge.ledger import chain
 from polarnode.merge.token_extras import CUT, LIMIT, SessionExtras, note, row_extras
 from polarnode.node.config import NodeConfig
-from polarnode.node.opening import why_unrouted
+from polarnode.node.settings import why_unrouted
 
 LAYERS = 2
 CHAT = "/v1/chat/completions"

@@ -19,7 +19,7 @@ from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import Filters, Retention, json_encoder
 from polarnode.node.config import NodeConfig, read_config
-from polarnode.node.opening import retention_of
+from polarnode.node.settings import retention_of
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
 HOUR = 3600.0

@@ -29,7 +29,7 @@ from polarnode.http.server import Address, open_server
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.node.config import TINY_MODEL
-from polarnode.node.opening import simulated_marks
+from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
 
 TRAINER = Path(__file__).with_name("weights_trainer.py")
