@@ -25,7 +25,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
-from polarnode.api.query import MOST_TASKS, PARQUET, Kind, read_query
+from polarnode.api.query import MOST_LINES, MOST_TASKS, PARQUET, Kind, read_query
 from polarnode.api.service import Unauthorized, answer_error
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
@@ -85,6 +85,8 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
         "explode": False,
         "schema": {"type": "array", "items": _enum(get_args(EventKind)), "minItems": 1},
     },
+    "offset": _one("The byte of the log to begin at.", _COUNT),
+    "tail": _one("Only so many of the last lines.", {"type": "integer", "minimum": 1, "maximum": MOST_LINES}),
     "model": _one("Of a fleet that serves several models: which one is meant.", {"type": "string"}),
 }
 

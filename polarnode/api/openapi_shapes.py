@@ -16,6 +16,8 @@ from polarnode.core.status import (
     CaptureStatus,
     Consumers,
     EvaluationStatus,
+    LogPiece,
+    Logs,
     OpenedCapture,
     ScoreAnswer,
     ScoreRequest,
@@ -258,11 +260,25 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ("GET", "/v1/sessions/<session_id>/artifacts"): Operation(
         summary="A tar of a session's artifacts.", content="application/x-tar", errors=(404,)
     ),
+    ("GET", "/v1/sessions/<session_id>/log"): Operation(
+        summary="A piece of what a session's harness printed.",
+        query=("offset", "tail"),
+        answer=LogPiece,
+        errors=(404, 410),
+    ),
     ("GET", "/v1/export"): Operation(
         summary="Every published trajectory, one per line.",
         query=(*_ARRAYS, "format", "kind", *FILTERS),
         content="application/x-ndjson",
         also=("application/vnd.apache.parquet",),
+    ),
+    ("GET", "/v1/logs"): Operation(summary="The node's logs.", tag="node", answer=Logs),
+    ("GET", "/v1/logs/<path:name>"): Operation(
+        summary="A piece of a log of the node.",
+        tag="node",
+        query=("offset", "tail"),
+        answer=LogPiece,
+        errors=(404, 410),
     ),
     ("GET", "/v1/status"): Operation(summary="The state of the node.", tag="node", answer=NodeStatusAnswer),
     ("GET", "/metrics"): Operation(summary="Prometheus metrics.", tag="node", content="text/plain"),

@@ -39,6 +39,8 @@ class Query:
     before: str | None = None
     kinds: tuple[EventKind, ...] = USUAL_KINDS
     model: str | None = None  # of a fleet's front: which nodes are meant
+    offset: int | None = None  # of a log, in bytes
+    tail: int | None = None  # of a log, in lines
 
     def filters(self) -> Filters:
         return Filters(
@@ -52,6 +54,7 @@ class Query:
 
 FILTERS = ("task_id", "group_id", "outcome", "min_reward")
 MOST_TASKS = 1000  # a page of records with their sessions: some megabytes
+MOST_LINES = 10_000  # of a log's end: more than anyone reads at once
 
 
 def read_query(parameters: Mapping[str, str], *allowed: str) -> Query:
@@ -107,9 +110,9 @@ def _count(name: str, text: str) -> int:
 
 
 def _limit(name: str, text: str) -> int:
-    count = _count(name, text)
-    if not 1 <= count <= MOST_TASKS:
-        raise _refused(name, f"must be 1 to {MOST_TASKS}, not {count}")
+    count, most = _count(name, text), MOST_TASKS if name == "limit" else MOST_LINES
+    if not 1 <= count <= most:
+        raise _refused(name, f"must be 1 to {most}, not {count}")
     return count
 
 
@@ -168,6 +171,8 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "before": _text,
     "kinds": _kinds,
     "model": _text,
+    "offset": _count,
+    "tail": _limit,
 }
 
 

@@ -24,8 +24,9 @@ from polarnode.node import checks
 from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.joining import FleetEntry, joining_config
 from polarnode.node.node import Node
-from polarnode.node.opening import open_node, serve_control_plane
+from polarnode.node.opening import open_node
 from polarnode.node.orphan import orphaned
+from polarnode.node.serving import serve_control_plane
 from polarnode.sources.reading import task_value
 from polarnode.support.bounded import open_node_log, private_folder
 from polarnode.support.concurrency import open_background

@@ -26,6 +26,9 @@ from polarnode.core.status import (
     Consumer,
     Consumers,
     EvaluationStatus,
+    LogFile,
+    LogPiece,
+    Logs,
     ScoredRow,
     ScoreRow,
     Submitted,
@@ -290,6 +293,20 @@ def session(session_id: str) -> ClientRequest[dict[str, Any]]:
 
 def artifacts(session_id: str) -> ClientRequest[bytes]:
     return request(bytes, "GET", f"/v1/sessions/{part(session_id)}/artifacts")
+
+
+def log(session_id: str, *, offset: int | None, tail: int | None) -> ClientRequest[LogPiece]:
+    query = query_string(offset=offset, tail=tail)
+    return typed_request(LogPiece, "GET", f"/v1/sessions/{part(session_id)}/log{query}")
+
+
+def node_logs() -> ClientRequest[tuple[LogFile, ...]]:
+    return request(lambda body: read_answer(body, Logs).logs, "GET", "/v1/logs")
+
+
+def node_log(name: str, *, offset: int | None, tail: int | None) -> ClientRequest[LogPiece]:
+    query = query_string(offset=offset, tail=tail)
+    return typed_request(LogPiece, "GET", f"/v1/logs/{part(name)}{query}")
 
 
 def export(**query: object) -> ClientRequest[bytes]:

@@ -216,6 +216,43 @@ class ScoreAnswer:
     rows: tuple[ScoredRow, ...]
 
 
+# ── logs ──────────────────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class LogPiece:
+    """A piece of a log: `text`, which begins at byte `offset` of its file. The next piece begins at
+    `next_offset`; there is none yet where that is `size`.
+
+    * `ended`: nothing more will be written.
+    * `wrapped`: a running session wrote more than its log holds, and its second half is written over until
+      the session is over.
+    """
+
+    name: str
+    text: str = ""
+    offset: int = 0
+    next_offset: int = 0
+    size: int = 0
+    ended: bool = False
+    wrapped: bool = False
+
+
+@frozen(kw_only=True)
+class LogFile:
+    """A log of the node: its name, and its bytes."""
+
+    name: str
+    size: int
+
+
+@frozen(kw_only=True)
+class Logs:
+    """The logs of a node, its own first."""
+
+    logs: tuple[LogFile, ...]
+
+
 # ── live sessions ─────────────────────────────────────────────────────────────────
 
 

@@ -87,6 +87,9 @@ class FrontRoutes:
             ("GET", "/v1/trajectories/<session_id>", self.of_session),
             ("GET", "/v1/sessions/<session_id>", self.of_session),
             ("GET", "/v1/sessions/<session_id>/artifacts", self.of_session),
+            ("GET", "/v1/sessions/<session_id>/log", self.of_session),
+            ("GET", "/v1/logs", self.logs),
+            ("GET", "/v1/logs/<path:name>", self.log),
             ("GET", "/v1/export", self.export),
             ("POST", "/v1/capture", self.begin_capture),
             ("GET", "/v1/capture", self.captures),
@@ -177,6 +180,28 @@ class FrontRoutes:
         silent = [each.name for each in self.front.roster.members.values() if not each.answers]
         if silent:
             raise Busy(f"{what} {', '.join(silent)}, which does not answer", retry_after=BUSY_S)
+
+    async def logs(self) -> Response:
+        """Those of all nodes that answer; a name begins with its node's: `node-1/engine-0`."""
+        read_query(request.args)
+        found = list[Json]()
+        for member, answer in await self.front.lookup.ask_all("GET", "/v1/logs"):
+            if not isinstance(answer, Exception):
+                found += [{**each, "name": f"{member.name}/{each['name']}"} for each in answer["logs"]]
+        return json_response({"logs": found})
+
+    async def log(self, name: str) -> Response:
+        node, _, rest = name.partition("/")
+        named = [each for each in self.front.roster.members.values() if each.name == node]
+        if not named or not rest:
+            raise NotFound(
+                f"no log is called {name!r}: a node's are NODE/node, NODE/engine-0 …; look at GET /v1/logs"
+            )
+        path = f"/v1/logs/{quote(rest)}?{request.query_string.decode()}"
+        answer = await named[0].link.ask("GET", path)
+        if answer.status >= 300:
+            return passed(answer)
+        return json_response({**answer.json, "name": name})
 
     async def export(self) -> Response:
         """Every node's lines, one node after another. A Parquet file cannot be joined from several."""

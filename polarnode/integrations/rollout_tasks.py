@@ -19,7 +19,7 @@ from anyio.lowlevel import RunVar
 from attrs import define, evolve, field, frozen
 
 from polarnode.client import AsyncPolarnodeClient, ClientError, Event, Unreachable
-from polarnode.client.asynchronous import AsyncEvents
+from polarnode.client.awaiting_http import AsyncEvents
 from polarnode.client.scripts import Patience
 from polarnode.client.streams import ABSENT
 from polarnode.core.codec.json import kind_of, read_json

@@ -19,17 +19,7 @@ from socket import socket
 import trio
 from attrs import evolve
 
-from polarnode.api.app import control_plane
 from polarnode.api.callbacks import CallbackFormat, Receivers, callback_networks, open_callbacks
-from polarnode.api.fleet_routes import FleetRoutes
-from polarnode.api.routes import (
-    AdapterRoutes,
-    CaptureRoutes,
-    EvaluationRoutes,
-    Routes,
-    ScoreRoutes,
-    WeightsRoutes,
-)
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
 from polarnode.containers.runtimes import Runtimes, open_runtimes
@@ -44,17 +34,14 @@ from polarnode.engine.settings import (
     EngineSettings,
 )
 from polarnode.engine.weights import Weights, last_weights, open_weights
-from polarnode.fleet.weight_files import WeightFiles
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane, Recordings
 from polarnode.gateway.live_sessions import LiveSessions
-from polarnode.http.asgi import BrowserGuard
-from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
-from polarnode.integrations.polar.extension import callback_formats, polar_extension
-from polarnode.integrations.sglang import sglang_extension
+from polarnode.http.server import open_server
+from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.node import Node, control_certificate, open_captures
+from polarnode.node.node import Node, open_captures
 from polarnode.node.peers import open_homes
 from polarnode.node.settings import (
     engine_settings,
@@ -244,7 +231,7 @@ def _private_state(config: NodeConfig) -> Path:
     state = Path(config.state_dir)
     with boundary(ConfigError, f"state_dir {state} cannot be written"):
         private_folder(state)
-        private_folder(_sessions_dir(config))
+        private_folder(sessions_dir(config))
     return state
 
 
@@ -342,7 +329,7 @@ async def _open_sessions(
         stages=_stages(config),
         serve_endpoint=serve_endpoint,
         context_length=engines.context_length,
-        log_dir=_sessions_dir(config),
+        log_dir=sessions_dir(config),
         ensure_image=images.ensure,
         drops_thinking=model.template.drops_thinking_before,
         judge=judges,
@@ -380,7 +367,7 @@ async def _open_evaluations(
         yield evaluations
 
 
-def _sessions_dir(config: NodeConfig) -> Path:
+def sessions_dir(config: NodeConfig) -> Path:
     """Logs and artifacts of sessions."""
     return Path(config.state_dir) / "sessions"
 
@@ -413,37 +400,6 @@ def _machine_watch(config: NodeConfig, services: NodeServices, engines: Engines)
         pause_prewarm=services.runtimes.hold,
         memory_short=services.freezer.memory_short,
     )
-
-
-@asynccontextmanager
-async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
-    """The trainer's socket of a node, for as long as the block; gives its address."""
-    config = node.config
-    rows = (
-        *Routes(service=node, sessions_dir=_sessions_dir(config)).rows(),
-        *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
-        *AdapterRoutes(store=node.adapters).rows(),
-        *CaptureRoutes(captures=node.captures).rows(),
-        *EvaluationRoutes(evaluations=node.evaluations).rows(),
-        *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
-        *FleetRoutes(node=node).rows(),
-        *WeightFiles(node.weights, Path(config.state_dir), config.token).rows(),
-    )
-    by_token = config.token is not None
-    guard = BrowserGuard(bound=config.host.lower(), allowed=config.allowed_hosts, any_host=by_token)
-    sglang = sglang_extension(
-        node,
-        weights=node.weights,
-        control=node.engine_control,
-        adapters=node.adapters,
-        memory_saver=config.memory_saver != "off",
-    )
-    app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
-    listener, certificate = Address(host=config.host, port=config.port), control_certificate(config)
-    served = open_server(app, listener, connections=CONTROL_CONNECTIONS, certificate=certificate)
-    async with served as address:
-        node.callbacks.own_ports.append({address.port, node.captures.port})
-        yield address
 
 
 def _stages(config: NodeConfig) -> Stages:

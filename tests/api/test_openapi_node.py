@@ -12,7 +12,8 @@ from attrs import evolve
 from polarnode.core.errors import Refused
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.node.config import NodeConfig
-from polarnode.node.opening import open_node, serve_control_plane
+from polarnode.node.opening import open_node
+from polarnode.node.serving import serve_control_plane
 
 SPEC = TaskSpec(instruction="Do it.", harness=HarnessSpec(name="pi"))
 PROGRAM = Path(sys.executable).with_name("schemathesis")

@@ -25,7 +25,7 @@ from journal_samples import make_spec, make_trajectory
 
 import polarnode.client
 from polarnode.client import AsyncPolarnodeClient, CaptureSession, Event, PolarnodeClient, requests, tensors
-from polarnode.client.blocking import BlockingHttp
+from polarnode.client.blocking_http import BlockingHttp
 from polarnode.client.requests import ask
 from polarnode.client.streams import pieces
 

@@ -389,3 +389,22 @@ def test_a_file_that_is_cut_is_no_file(kind: str, tmp_path: Path) -> None:
         pytest.raises(Unreachable),
     ):
         client.artifacts("s", tmp_path / "cut.tar")
+
+
+# ── logs ──────────────────────────────────────────────────────────────────────
+
+
+def test_logs_are_read_piece_by_piece(bench: Bench, tmp_path: Path) -> None:
+    client = bench.client()
+    client.submit(make_spec(task_id="t", num_samples=2))
+    (tmp_path / "t-0.log").write_text("one\ntwo\n")
+    (tmp_path / "node.log").write_text("begun\n")
+    piece = client.log("t-0", offset=4)
+    assert (piece.text, piece.next_offset, piece.ended) == ("two\n", 8, False)
+    assert client.log("t-0", tail=1).text == "two\n"
+    names = [each.name for each in client.node_logs()]
+    assert names[0] == "node"
+    assert client.node_log("node").text == "begun\n"
+    with pytest.raises(ClientError, match="no log is called 'no/thing'") as missing:
+        client.node_log("no/thing")
+    assert missing.value.status == 404

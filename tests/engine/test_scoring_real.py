@@ -25,7 +25,8 @@ from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Simulation
 from polarnode.merge.token_extras import row_to_score
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
-from polarnode.node.opening import open_node, serve_control_plane
+from polarnode.node.opening import open_node
+from polarnode.node.serving import serve_control_plane
 
 __all__ = ["temporary"]  # a fixture, asked for by name
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]

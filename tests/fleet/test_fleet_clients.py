@@ -24,8 +24,12 @@ SAMPLES = 2
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The front of two hollow nodes, for every test of this file."""
+    folder = tmp_path_factory.mktemp("fleet")
     with here() as thread:
-        yield fleet_here(thread, tmp_path_factory.mktemp("fleet"), nodes=2, token=TOKEN)
+        url = fleet_here(thread, folder, nodes=2, token=TOKEN)
+        for name in ("node-0", "node-1"):
+            (folder / name / name / "node.log").write_text(f"of {name}\n")
+        yield url
 
 
 @attrs.define(eq=False)
@@ -195,3 +199,20 @@ def test_an_agent_of_ones_own_is_captured(trainer: Trainer) -> None:
     with pytest.raises(ZeroDivisionError), client.capture() as broken:
         raise ZeroDivisionError("of the agent")
     assert broken.result.outcome.status == "failed"
+
+
+def test_logs_of_sessions_and_nodes_are_read(trainer: Trainer) -> None:
+    client = trainer.client()
+    taken = client.submit(trainer.task("log", samples=1))
+    of(trainer, client, "log")
+    [session] = taken.session_ids
+    assert client.log(session, tail=5).ended
+    with pytest.raises(ClientError, match="no session 'none'"):
+        client.log("none")
+    assert {"node-0/node", "node-1/node"} <= {each.name for each in client.node_logs()}
+    piece = client.node_log("node-1/node", offset=3)
+    assert (piece.name, piece.text) == ("node-1/node", "node-1\n")
+    for wrong in ("node", "nobody/node"):
+        with pytest.raises(ClientError, match="look at GET /v1/logs") as missing:
+            client.node_log(wrong)
+        assert missing.value.status == 404

@@ -24,7 +24,7 @@ from control_plane_parts import Plane, open_plane
 from journal_samples import make_trajectory
 
 from polarnode.client import AsyncPolarnodeClient, PolarnodeClient
-from polarnode.client.asynchronous import AsyncEvents
+from polarnode.client.awaiting_http import AsyncEvents
 from polarnode.journal.journal import Journal
 
 KINDS = ("sync", "trio", "asyncio")

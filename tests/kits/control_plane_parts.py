@@ -14,6 +14,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.api.app import Extension, control_plane
+from polarnode.api.logs import LogRoutes
 from polarnode.api.metrics import Figures
 from polarnode.api.routes import (
     AdapterRoutes,
@@ -30,11 +31,13 @@ from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import TaskSpec
 from polarnode.engine.routing import EngineStatistics
 from polarnode.engine.scoring import Scoring
+from polarnode.http.asgi import RouteRow
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
+from polarnode.rollouts.session import LOG_LIMIT
 from polarnode.support.metrics import NodeCounters
 
 
@@ -124,6 +127,11 @@ class NoCaptures:
     """Stands where the node's captures do; their routes are all that is looked at."""
 
 
+def log_routes(service: TaskTaker, folder: Path) -> Iterator[RouteRow]:
+    """The logs of a folder, and those of sessions in it."""
+    return LogRoutes(service=service, state=folder, sessions_dir=folder, ring=LOG_LIMIT).rows()
+
+
 def other_rooms(journal: Journal) -> Iterator[Extension]:
     """What other rooms add, for tests of every route of the control plane."""
     yield Extension(
@@ -133,6 +141,7 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
             *CaptureRoutes(captures=NoCaptures()).rows(),  # type: ignore[arg-type]
             *EvaluationRoutes(evaluations=NoWeights()).rows(),  # type: ignore[arg-type]
             *ScoreRoutes(scoring=Scoring()).rows(),
+            *log_routes(TaskTaker(journal=journal), Path()),
         )
     )
     yield polar_extension(TaskTaker(journal=journal))
@@ -303,8 +312,9 @@ async def open_plane(
 ) -> AsyncIterator[Plane]:
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal)
+        rows = (*Routes(service=service, sessions_dir=path.parent).rows(), *log_routes(service, path.parent))
         async with open_server(
-            control_plane(Routes(service=service, sessions_dir=path.parent).rows(), token=token),
+            control_plane(rows, token=token),
             Address(host="127.0.0.1", port=port),
             connections=connections,
         ) as address:

@@ -31,6 +31,7 @@ from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.node import opening
 from polarnode.node.config import NodeConfig
 from polarnode.node.orphan import orphaned
+from polarnode.node.serving import serve_control_plane
 from polarnode.rollouts.services import UnboundedPlaces
 
 BYTES_A_TOKEN = 27  # of a trajectory's JSON: its id, its logprob, its mask
@@ -131,7 +132,7 @@ async def open_hollow(config: NodeConfig) -> AsyncIterator[tuple[Any, Any]]:
             vars(opening).update(usual)
         programs = node.runtimes.programs  # type: ignore[attr-defined]
         programs["hollow"] = programs["bash"] = hollow(made[0])
-        yield node, await stack.enter_async_context(opening.serve_control_plane(node))
+        yield node, await stack.enter_async_context(serve_control_plane(node))
 
 
 async def main(folder: Path, ports: list[int], token: str | None, settings: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from polarnode.core import codec
 from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.node import Node
-from polarnode.node.opening import open_node, serve_control_plane
+from polarnode.node.opening import open_node
+from polarnode.node.serving import serve_control_plane
 
 # torch and transformers warn of themselves
 pytestmark = [pytest.mark.podman, pytest.mark.engine, pytest.mark.filterwarnings("default")]

@@ -1,0 +1,59 @@
+"""The control plane of an open node: its routes and its socket."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from polarnode.api.app import control_plane
+from polarnode.api.fleet_routes import FleetRoutes
+from polarnode.api.logs import LogRoutes
+from polarnode.api.routes import (
+    AdapterRoutes,
+    CaptureRoutes,
+    EvaluationRoutes,
+    Routes,
+    ScoreRoutes,
+    WeightsRoutes,
+)
+from polarnode.fleet.weight_files import WeightFiles
+from polarnode.http.asgi import BrowserGuard
+from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
+from polarnode.integrations.polar.extension import polar_extension
+from polarnode.integrations.sglang import sglang_extension
+from polarnode.node.node import Node, control_certificate
+from polarnode.node.opening import sessions_dir
+from polarnode.rollouts.session import LOG_LIMIT
+
+
+@asynccontextmanager
+async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
+    """The trainer's socket of a node, for as long as the block; gives its address."""
+    config = node.config
+    rows = (
+        *Routes(service=node, sessions_dir=sessions_dir(config)).rows(),
+        *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
+        *AdapterRoutes(store=node.adapters).rows(),
+        *CaptureRoutes(captures=node.captures).rows(),
+        *EvaluationRoutes(evaluations=node.evaluations).rows(),
+        *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
+        *FleetRoutes(node=node).rows(),
+        *LogRoutes(
+            service=node, state=Path(config.state_dir), sessions_dir=sessions_dir(config), ring=LOG_LIMIT
+        ).rows(),
+        *WeightFiles(node.weights, Path(config.state_dir), config.token).rows(),
+    )
+    by_token = config.token is not None
+    guard = BrowserGuard(bound=config.host.lower(), allowed=config.allowed_hosts, any_host=by_token)
+    sglang = sglang_extension(
+        node,
+        weights=node.weights,
+        control=node.engine_control,
+        adapters=node.adapters,
+        memory_saver=config.memory_saver != "off",
+    )
+    app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
+    listener, certificate = Address(host=config.host, port=config.port), control_certificate(config)
+    served = open_server(app, listener, connections=CONTROL_CONNECTIONS, certificate=certificate)
+    async with served as address:
+        node.callbacks.own_ports.append({address.port, node.captures.port})
+        yield address
