@@ -9,11 +9,12 @@ a client cannot aim at another part's number. What is kept is only read, so requ
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import is_
-from typing import Any, Final, TypeVar, cast
+from types import UnionType
+from typing import Any, Final, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
 import attrs
 import orjson
-from attrs import define
+from attrs import define, frozen
 
 from polarnode.core.codec.json import AlreadyRead, structure
 from polarnode.core.conversation import Json
@@ -39,13 +40,20 @@ class ReadParts:
     _kept: tuple[tuple[object, Mapping[int, AlreadyRead]], ...] = ()
     # of a function, by the identity of what it was given, which stands beside what it returned
     _converted: tuple[tuple[object, Mapping[int, tuple[Any, Any]]], ...] = ()
+    # of a function, by the number of the JSON that it was given
+    _of_json: tuple[tuple[object, Mapping[int, Any]], ...] = ()
     # of a function, what it was given and what it returned
     _lists: tuple[tuple[object, tuple[Any, ...], Any], ...] = ()
 
     def structure(self, value: dict[str, Json], shape: type[T]) -> T:
         """As `codec.json.structure`, but what was read before is not read again. Raises Refused."""
+        attributes = _attributes(cast(Hashable, shape))
         try:
-            numbers = {name: _numbers(name, raw) for name, raw in value.items() if _is_list_of_objects(raw)}
+            numbers = {
+                name: _numbers(name, raw)
+                for name, raw in value.items()
+                if name in attributes and is_list_of_objects(raw)
+            }
         except orjson.JSONEncodeError:  # nested more deeply than orjson writes
             return structure(value, shape)
         spelled: dict[str, Any] = dict(value)
@@ -53,10 +61,9 @@ class ReadParts:
             known = _recalled(self._kept, shape, some)
             spelled[name] = [old or new for old, new in zip(known, spelled[name], strict=True)]
         found = structure(spelled, shape)
-        names = _attributes(cast(Hashable, shape))
         parts: dict[int, AlreadyRead] = {}
         for name, some in numbers.items():
-            read = getattr(found, names[name]) if name in names else ()
+            read = getattr(found, attributes[name])
             # A shape that joins or drops parts cannot be recalled part by part.
             if isinstance(read, tuple | list) and len(read) == len(some):
                 parts.update(_kept_of(some, spelled[name], read))
@@ -76,6 +83,21 @@ class ReadParts:
         self._converted = _with_latest(self._converted, function, dict(zip(keys, pairs, strict=True)))
         return [made for _, made in pairs]
 
+    def convert_json(
+        self, parts: Sequence[dict[str, Json]], function: Callable[[dict[str, Json]], M]
+    ) -> list[M]:
+        """What a function returns for each of these objects, on whose JSON alone it depends: the very values
+        that it returned where earlier requests had the same objects. It may keep what it is given.
+        """
+        try:
+            numbers = _numbers("", parts)
+        except orjson.JSONEncodeError:  # nested more deeply than orjson writes
+            return list(map(function, parts))
+        known = _recalled(self._of_json, function, numbers)
+        made = [_Made(function(part)) if old is None else old for old, part in zip(known, parts, strict=True)]
+        self._of_json = _with_latest(self._of_json, function, dict(zip(numbers, made, strict=True)))
+        return [each.value for each in made]
+
     def convert_list(self, shapes: Iterable[P], function: Callable[[tuple[P, ...]], M]) -> M:
         """What a function returns for a whole list of shapes, on which alone it depends: the very value that
         it returned where an earlier request had the same list.
@@ -89,7 +111,15 @@ class ReadParts:
         return found
 
 
-def _is_list_of_objects(value: Json) -> bool:
+@frozen
+class _Made:
+    """What a function returned, which may be None."""
+
+    value: Any
+
+
+def is_list_of_objects(value: Json) -> TypeGuard[list[dict[str, Json]]]:
+    """Whether the parts of a list can be recalled: each is an object, and they are not too many."""
     return isinstance(value, list) and len(value) <= _PARTS and all(type(part) is dict for part in value)
 
 
@@ -135,5 +165,17 @@ def _kept_of(
 
 @cache
 def _attributes(shape: Hashable) -> dict[str, str]:
-    """The attribute of each field's JSON name."""
-    return {field.alias: field.name for field in attrs.fields(cast(Any, shape))}
+    """By its JSON name, the attribute of each field that may be a list of shapes. Other lists stay JSON."""
+    return {
+        field.alias: field.name
+        for field in attrs.fields(cast(Any, shape))
+        if any(get_origin(kind) is tuple and _has_shapes(get_args(kind)[0]) for kind in _members(field.type))
+    }
+
+
+def _has_shapes(kind: Any) -> bool:
+    return any(attrs.has(member) for member in _members(kind))
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)

@@ -1,17 +1,21 @@
 """Google's contents as messages: order, roles, calls and their results."""
 
+import json
 from base64 import b64encode
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarnode.core.codec import structure
-from polarnode.core.conversation import Message, ToolCall
+from polarnode.core.conversation import Message, ModelRequest, ToolCall
 from polarnode.core.errors import Refused
+from polarnode.providers.contract import Envelope
+from polarnode.providers.google import GOOGLE
 from polarnode.providers.google.read import messages, ran_code, result_text
 from polarnode.providers.google.shapes import Content, FunctionResponse, parts, respelled
+from polarnode.providers.read_parts import ReadParts
 
 
 def contents(*said: Any) -> tuple[Content, ...]:
@@ -288,3 +292,68 @@ def test_14_19_a_history_that_is_appended_to_reads_as_one_that_is_appended_to(
         found = read(*flat[:end])
         assert found[: len(before)] == before
         before = found
+
+
+# ── what a session's requests repeat ──────────────────────────────────────────
+
+
+def asked(said: list[Any], tools: list[Any], known: ReadParts) -> ModelRequest | tuple[str, str | None]:
+    body = {"contents": said, "tools": tools}
+    try:
+        return GOOGLE.read(json.dumps(body).encode(), Envelope(model="m", parts=known))
+    except Refused as error:
+        return str(error), error.path
+
+
+SIGNATURES = [b64encode(f"{turn:06x}0123456789".encode()).decode() for turn in (1, 2)]
+names, own_ids = st.sampled_from(["f", "g"]), st.sampled_from([None, None, "c1", "c2"])
+part = st.one_of(
+    st.sampled_from([{"text": "hi"}, {"text": "hm", "thought": True}, {"new_field": 1, "text": "x"}, {}]),
+    st.builds(call, names, own_ids),
+    st.builds(
+        lambda made, place: made | {"thoughtSignature": place},
+        st.builds(call, names),
+        st.sampled_from(SIGNATURES),
+    ),
+    st.builds(result, names, own_ids),
+    st.sampled_from([{"executableCode": {"code": "1"}}, {"inlineData": {"mimeType": "image/png"}}, 3]),
+)
+content = st.fixed_dictionaries(
+    {"parts": st.lists(part, max_size=3)},
+    optional={"role": st.sampled_from(["user", "model", "model", "system", "nobody"]), "odd": st.just(1)},
+)
+tool = st.sampled_from(
+    [
+        {"functionDeclarations": [{"name": "f", "parameters": {"type": "OBJECT"}}]},
+        {"function_declarations": [{"name": "g", "odd": 1}]},
+        {"googleSearch": {}},
+        {"functionDeclarations": 3},
+    ]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(content, min_size=1, max_size=4), st.lists(tool, max_size=2), st.booleans()),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_a_session_s_bodies_are_read_as_if_each_were_its_first(
+    requests: list[tuple[list[Any], list[Any], bool]],
+) -> None:
+    known, said = ReadParts(), list[Any]()
+    for added, tools, grows in requests:
+        said = [*said, *added] if grows else [*added, *said[1:]]
+        assert asked(said, tools, known) == asked(said, tools, ReadParts())
+
+
+def test_what_was_read_of_a_content_is_the_same_message_again() -> None:
+    known, told = ReadParts(), [user("hi"), model(call("f", "c1", a=1))]
+    first = asked(told, [], known)
+    second = asked([*told, user(result("f", "c1", output="r"))], [], known)
+    assert isinstance(first, ModelRequest)
+    assert isinstance(second, ModelRequest)
+    one, other = first.conversation.messages, second.conversation.messages
+    assert all(before is after for before, after in zip(one, other, strict=False))

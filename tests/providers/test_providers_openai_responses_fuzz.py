@@ -25,9 +25,11 @@ from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
 from polarnode.providers.contract import Envelope, ModelCallInfo
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
-from polarnode.providers.openai_responses.read import _READERS
+from polarnode.providers.openai_responses.history import UNSEALED_BYTES, SealedContent, seal
 from polarnode.providers.openai_responses.shapes import ResponsesRequest
 from polarnode.providers.openai_responses.tools import _READERS as _TOOL_READERS
+from polarnode.providers.openai_responses.transcript import _READERS, Transcript, known_item
+from polarnode.providers.read_parts import ReadParts
 
 words = st.sampled_from(
     [
@@ -168,3 +170,57 @@ def test_any_body_is_read_or_refused_and_what_is_read_is_answered(
         built = read({"model": "m", "previous_response_id": "resp_1f"}, "generate", memory)
         assert built is not None
         assert built.conversation.messages[-1].role in ("assistant", "user")
+
+
+def read_beside(body: Json, operation: Any, known: ReadParts) -> ModelRequest | tuple[str, str | None]:
+    envelope = Envelope(operation=operation, memory=SessionMemory(), parts=known)
+    try:
+        return OPENAI_RESPONSES.read(json.dumps(body).encode(), envelope)
+    except Refused as error:
+        return str(error), error.path
+
+
+# two of half the room fit only where the first is shorter
+SEALED = [
+    {"type": "reasoning", "encrypted_content": seal(SealedContent(thinking="t" * size))}
+    for size in (0, 1, UNSEALED_BYTES // 2 - 100, UNSEALED_BYTES // 2)
+]
+histories: Any = st.lists(items | items | items | items | st.sampled_from(SEALED), min_size=1, max_size=4)
+
+
+def found_in(sent: list[Any], *, alone: bool) -> Any:
+    transcript = Transcript()
+    try:
+        for index, item in enumerate(sent):
+            transcript.take(item, f"$.input[{index}]", known_item(item) if alone else None)
+    except Refused as error:
+        return str(error), error.path
+    transcript.close()
+    head = transcript.head
+    return (
+        [transcript.messages, transcript.later, transcript.ignored, transcript.notes],
+        [head.tools, head.ignored, head.notes],
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories)
+def test_an_item_that_is_read_alone_is_as_one_in_its_place(sent: list[Any]) -> None:
+    assert found_in(sent, alone=True) == found_in(sent, alone=False)
+
+
+def test_sealed_items_have_room_together_whether_they_are_known_or_not() -> None:
+    for sent in ([SEALED[3], SEALED[3], SEALED[1]], [SEALED[2], SEALED[2], SEALED[3], SEALED[1]]):
+        assert found_in(sent, alone=True) == found_in(sent, alone=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(histories, bodies, st.booleans()), min_size=2, max_size=4), operations)
+def test_a_session_s_bodies_are_read_as_if_each_were_its_first(
+    requests: list[tuple[list[Any], dict[str, Any], bool]], operation: Any
+) -> None:
+    known, sent = ReadParts(), list[Any]()
+    for added, body, grows in requests:
+        sent = [*sent, *added] if grows else [*added, *sent[1:]]
+        asked = body | {"input": sent}
+        assert read_beside(asked, operation, known) == read_beside(asked, operation, ReadParts())

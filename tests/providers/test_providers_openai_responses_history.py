@@ -36,7 +36,7 @@ def answer(number: int) -> dict[str, Json]:
 
 def kept(memory: SessionMemory, number: int, items: list[Any]) -> StoredInput:
     """Answer a request with these items, as the reader and the writer do."""
-    found = to_keep(memory, items)
+    found = to_keep(memory, items, map(history.item_digest, items))
     keep(memory, response_id(f"{number:x}"), found.as_json(), [answer(number)])
     return found
 

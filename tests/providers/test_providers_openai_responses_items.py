@@ -8,7 +8,7 @@ import pytest
 from polarnode.core.conversation import Json, Message, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.providers.openai_responses.history import SealedContent, retold, seal
-from polarnode.providers.openai_responses.read import FOUND_NONE, FOUND_TOOLS, NEW_TOOLS, Transcript
+from polarnode.providers.openai_responses.transcript import FOUND_NONE, FOUND_TOOLS, NEW_TOOLS, Transcript
 
 
 def parsed_transcript(*items: dict[str, Any]) -> Transcript:

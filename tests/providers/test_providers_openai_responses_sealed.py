@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.providers.openai_responses.history import UNSEALED_BYTES, SealedContent, seal, unseal
-from polarnode.providers.openai_responses.read import Transcript
+from polarnode.providers.openai_responses.transcript import Transcript
 
 words = st.text(st.characters(exclude_categories=["Cs"]))
 

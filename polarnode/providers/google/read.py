@@ -16,11 +16,11 @@ through the envelope.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 from urllib.parse import parse_qs
 
-from attrs import define, field
+from attrs import define, evolve, field, frozen
 
 from polarnode.core.codec.json import structure
 from polarnode.core.conversation import (
@@ -49,11 +49,13 @@ from polarnode.providers.google.shapes import (
     ResponsePart,
     ThinkingConfig,
     camel,
+    known_content,
+    known_tool,
     parts,
     respelled,
 )
 from polarnode.providers.google.write import inward, of_signature
-from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.read_parts import ReadParts, is_list_of_objects
 from polarnode.providers.shapes import compact, not_text, paragraphs, read_value, unseen
 from polarnode.providers.volatile import without_volatile
 
@@ -76,8 +78,12 @@ _OUTPUTS = ("output", "result")
 RAN_CODE = "code that Google's servers ran is shown as text: nothing runs it here"
 
 
-def messages(system: Content | str | None, contents: Iterable[Content]) -> tuple[Message, ...]:
-    """The whole conversation: the system instruction first, if there is one."""
+def messages(
+    system: Content | str | None, contents: Iterable[Content], known: ReadParts | None = None
+) -> tuple[Message, ...]:
+    """The whole conversation: the system instruction first, if there is one. `known` are the parts that its
+    session sent before.
+    """
     head = (
         system
         if isinstance(system, str)
@@ -86,22 +92,111 @@ def messages(system: Content | str | None, contents: Iterable[Content]) -> tuple
         else ""
     )
     reader = _Reader([Message(role="system", text=head)] if head else [])
-    for index, content in enumerate(contents):
+    for index, draft in enumerate((known or ReadParts()).convert(contents, _draft)):
         try:
-            reader.read(content)
+            reader.read(draft)
         except Refused as error:
             where = f"$.contents[{index}]"
             raise Refused(str(error), path=where + (error.path or "$")[1:]) from None
     return tuple(reader.found)
 
 
-def ran_code(contents: Iterable[Content]) -> bool:
+def ran_code(contents: Iterable[Content], known: ReadParts | None = None) -> bool:
     """Whether any part is code of Google's own tool, or its output."""
-    return any(
-        part.executableCode is not None or part.codeExecutionResult is not None
-        for content in contents
-        for part in parts(content.parts)
+    return any(draft.ran_code for draft in (known or ReadParts()).convert(contents, _draft))
+
+
+@frozen(kw_only=True)
+class _Draft:
+    """A content's messages but for what its place decides: which calls its `results` answer, and the ids of
+    calls that have none of their own, without which a model's content has no messages yet. `refusal` says
+    why it cannot be read, and where in it.
+    """
+
+    parts: tuple[PartShape, ...]
+    role: str | None
+    messages: tuple[Message, ...] = ()
+    results: tuple[FunctionResponse, ...] = ()
+    refusal: tuple[str, str | None] | None = None
+    ran_code: bool = False
+
+
+def _draft(content: Content) -> _Draft:
+    shown, role = parts(content.parts), _ROLES.get(content.role)
+    results = tuple(part.functionResponse for part in shown if part.functionResponse is not None)
+    try:
+        messages = tuple(_alone(shown, content.role))
+        ran = any(part.executableCode is not None or part.codeExecutionResult is not None for part in shown)
+        return _Draft(parts=shown, role=role, messages=messages, results=results, ran_code=ran)
+    except Refused as error:
+        return _Draft(parts=shown, role=role, refusal=(str(error), error.path))
+
+
+def _alone(shown_parts: tuple[PartShape, ...], role: str | None) -> Iterator[Message]:
+    """A content's messages as far as they do not depend on its place."""
+    match _ROLES.get(role):
+        case "user":
+            yield from _user(shown_parts)
+        case "model":
+            if all(part.functionCall is None or part.functionCall.id for part in shown_parts):
+                yield _assistant(shown_parts)
+        case "system":
+            yield Message(role="system", text=paragraphs(map(_shown, shown_parts)))
+        case _:
+            raise Refused(f"the role must be 'user' or 'model', not {role!r}", path="$.role")
+
+
+def _user(shown_parts: tuple[PartShape, ...]) -> Iterator[Message]:
+    texts: list[str] = []
+    empty = True
+    for part in shown_parts:
+        if part.functionResponse is None:
+            texts.append(_shown(part))
+            continue
+        if texts:
+            yield Message(role="user", text=paragraphs(texts))
+        texts, empty = [], False
+        response = part.functionResponse
+        call_id = inward(response.id or "", response.name) or response.name
+        yield Message(role="tool", text=result_text(response), call_id=call_id)
+    if texts or empty:  # one message per content, even for an empty one
+        yield Message(role="user", text=paragraphs(texts))
+
+
+def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int = 0) -> Message:
+    """A model's content as a message; `earlier` calls of the same turn precede it, and `before` of the whole
+    conversation. Neither matters where each call has an id of its own.
+    """
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    refs: list[str] = []
+    for part in shown_parts:
+        if part.functionCall is not None:
+            signed = of_signature(part.thoughtSignature, earlier + len(calls))
+            calls.append(_call(part.functionCall, signed, before + len(calls) + 1))
+            refs.append(calls[-1].id if part.functionCall.id or signed else "")
+        elif part.thought:
+            thoughts.append(part.text or "")
+        else:
+            texts.append(_shown(part))
+        refs.append(part.thoughtSignature or "")
+    # Joined like the parts in `Answer.text` and `Answer.thinking`.
+    return Message(
+        role="assistant",
+        text="".join(texts),
+        calls=tuple(calls),
+        thinking="".join(thoughts),
+        refs=_once(refs),
     )
+
+
+def _call(call: FunctionCall, signed: str | None, number: int) -> ToolCall:
+    """A call. One without an id gets the id in its signature, or one from its position among all calls,
+    which later requests repeat.
+    """
+    call_id = inward(call.id, call.name) if call.id else signed or f"call_{number}"
+    return ToolCall(id=call_id, name=call.name, arguments=compact(call.args or {}))
 
 
 @define(eq=False)
@@ -114,36 +209,17 @@ class _Reader:
     open: list[ToolCall] = field(factory=list)
     calls: int = 0
 
-    def read(self, content: Content) -> None:
-        match _ROLES.get(content.role):
-            case "user":
-                self._user(content)
-            case "model":
-                self._model(content)
-            case "system":
-                self.found.append(Message(role="system", text=paragraphs(map(_shown, parts(content.parts)))))
-            case _:
-                raise Refused(f"the role must be 'user' or 'model', not {content.role!r}", path="$.role")
-
-    def _user(self, content: Content) -> None:
-        texts: list[str] = []
-        before = len(self.found)
-        for part in parts(content.parts):
-            if part.functionResponse is None:
-                texts.append(_shown(part))
-                continue
-            self._flush(texts)
-            texts = []
-            self.found.append(self._result(part.functionResponse))
-        if texts or len(self.found) == before:  # one message per content, even for an empty one
-            self.found.append(Message(role="user", text=paragraphs(texts)))
-
-    def _flush(self, texts: list[str]) -> None:
-        if texts:
-            self.found.append(Message(role="user", text=paragraphs(texts)))
-
-    def _result(self, response: FunctionResponse) -> Message:
-        return Message(role="tool", text=result_text(response), call_id=self._answered(response))
+    def read(self, draft: _Draft) -> None:
+        if draft.refusal is not None:
+            message, path = draft.refusal
+            raise Refused(message, path=path)
+        if draft.role == "model":
+            self._model(draft)
+            return
+        results = iter(draft.results)
+        for each in draft.messages:
+            answered = self._answered(next(results)) if each.role == "tool" else None
+            self.found.append(each if answered == each.call_id else evolve(each, call_id=answered))
 
     def _answered(self, response: FunctionResponse) -> str:
         """The id of the call this answers. Some clients omit ids, of calls as of results, but keep names and
@@ -156,48 +232,19 @@ class _Reader:
                 return call.id
         return call_id or response.name
 
-    def _model(self, content: Content) -> None:
+    def _model(self, draft: _Draft) -> None:
         before = self.found[-1] if self.found and self.found[-1].role == "assistant" else None
-        message = self._assistant(parts(content.parts), 0 if before is None else len(before.calls))
+        if draft.messages:
+            (message,) = draft.messages
+        else:
+            message = _assistant(draft.parts, 0 if before is None else len(before.calls), self.calls)
+        self.calls += len(message.calls)
         if before is not None:
             self.found[-1] = before.joined(message)
             self.open += message.calls
         else:
             self.found.append(message)
             self.open = list(message.calls)
-
-    def _assistant(self, shown_parts: tuple[PartShape, ...], earlier: int) -> Message:
-        """One content as a message; `earlier` calls of the same turn precede it."""
-        texts: list[str] = []
-        thoughts: list[str] = []
-        calls: list[ToolCall] = []
-        refs: list[str] = []
-        for part in shown_parts:
-            if part.functionCall is not None:
-                signed = of_signature(part.thoughtSignature, earlier + len(calls))
-                calls.append(self._call(part.functionCall, signed))
-                refs.append(calls[-1].id if part.functionCall.id or signed else "")
-            elif part.thought:
-                thoughts.append(part.text or "")
-            else:
-                texts.append(_shown(part))
-            refs.append(part.thoughtSignature or "")
-        # Joined like the parts in `Answer.text` and `Answer.thinking`.
-        return Message(
-            role="assistant",
-            text="".join(texts),
-            calls=tuple(calls),
-            thinking="".join(thoughts),
-            refs=_once(refs),
-        )
-
-    def _call(self, call: FunctionCall, signed: str | None) -> ToolCall:
-        """A call. One without an id gets the id in its signature, or one from its position among all calls,
-        which later requests repeat.
-        """
-        self.calls += 1
-        call_id = inward(call.id, call.name) if call.id else signed or f"call_{self.calls}"
-        return ToolCall(id=call_id, name=call.name, arguments=compact(call.args or {}))
 
 
 def result_text(response: FunctionResponse) -> str:
@@ -409,12 +456,14 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     """Read a generateContent body, or a countTokens body of either form. Raises Refused with the path of the
     field.
     """
-    request, ignored = _request(body, envelope.parts)
+    known = envelope.parts
+    request, ignored = _request(body, known)
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
-    declared = tools((request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ())
+    listed = (request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ()
+    declared = known.convert_list(listed, tools)
     choice, notes = tool_choice(request.toolConfig, declared)
     config = request.generationConfig or GenerationConfig()
-    kept, volatile = without_volatile(messages(request.systemInstruction, contents))
+    kept, volatile = without_volatile(messages(request.systemInstruction, contents, known))
     return ModelRequest(
         provider="google",
         model=envelope.model or (request.model or "").removeprefix("models/"),
@@ -425,7 +474,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         stream=bool(envelope.stream),
         hints=_hints(envelope.headers),
         ignored=(*ignored, "$.contents[-1]") if volatile else ignored,
-        notes=(*notes, RAN_CODE) if ran_code(contents) else notes,
+        notes=(*notes, RAN_CODE) if ran_code(contents, known) else notes,
         constraint=_constraint(config),
         choices=config.candidateCount or 1,
         logprobs=(config.logprobs or 0) if config.responseLogprobs else None,
@@ -436,15 +485,20 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     )
 
 
-def _request(body: bytes, parts: ReadParts) -> tuple[GenerateRequest, tuple[str, ...]]:
+def _request(body: bytes, known: ReadParts) -> tuple[GenerateRequest, tuple[str, ...]]:
+    """The request, and the paths of its unknown fields."""
     value = read_value(body)
     counting = isinstance(value, dict) and any(camel(name) == "generateContentRequest" for name in value)
     if counting:
         spelled, unknown = respelled(value, CountRequest)
         return structure(spelled, CountRequest).generateContentRequest, unknown
-    spelled, unknown = respelled(value, GenerateRequest)
-    if isinstance(spelled, dict):
-        return parts.structure(spelled, GenerateRequest), unknown
+    if not isinstance(value, dict):
+        return structure(value, GenerateRequest), ()
+    recalled: dict[str, Any] = dict(value)
+    for name, part in (("contents", known_content), ("tools", known_tool)):
+        if is_list_of_objects(sent := value.get(name)):
+            recalled[name] = known.convert_json(sent, part)
+    spelled, unknown = respelled(recalled, GenerateRequest)
     return structure(spelled, GenerateRequest), unknown
 
 

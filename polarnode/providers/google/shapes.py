@@ -20,6 +20,7 @@ from typing import Any, Union, get_args, get_origin
 import attrs
 from attrs import field, frozen
 
+from polarnode.core.codec.json import AlreadyRead, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.providers.shapes import (
@@ -52,14 +53,27 @@ def respelled(value: Json, shape: type[Any]) -> tuple[Json, tuple[str, ...]]:
     return found, tuple(unknown)
 
 
-def _value(value: Json, shape: Any, path: str, unknown: dict[str, None]) -> Json:
+@frozen
+class KnownPart:
+    """A part of a body as it was read; the paths of its unknown fields go on from its own."""
+
+    read: AlreadyRead
+    unknown: tuple[str, ...]
+
+
+def _value(value: Any, shape: Any, path: str, unknown: dict[str, None]) -> Any:
+    if type(value) is KnownPart:
+        unknown.update(dict.fromkeys(path + each for each in value.unknown))
+        return value.read
     cls, inner = _parts(shape)
     if isinstance(value, dict) and cls is not None:
         return _object(value, cls, path, unknown)
     if isinstance(value, list) and inner is not None:
         many = path.rpartition(".")[2] in _MANY
         return [
-            _value(item, inner, f"{path}[{'*' if many else index}]", unknown)
+            item.read
+            if type(item) is KnownPart and not item.unknown
+            else _value(item, inner, f"{path}[{'*' if many else index}]", unknown)
             for index, item in enumerate(value)
         ]
     return value
@@ -319,6 +333,24 @@ class GenerateRequest:
     toolConfig: ToolConfig | None = None
     generationConfig: GenerationConfig | None = None
     cachedContent: str | None = field(default=None, validator=unserved(_CACHE))
+
+
+def known_content(sent: dict[str, Json]) -> KnownPart | Json:
+    """A content that a session's requests repeat, or its JSON where the refusal names its place."""
+    return _known(sent, Content)
+
+
+def known_tool(sent: dict[str, Json]) -> KnownPart | Json:
+    """As `known_content`, for an entry of the tools."""
+    return _known(sent, ToolShape)
+
+
+def _known(sent: dict[str, Json], shape: type[Any]) -> KnownPart | Json:
+    unknown: dict[str, None] = {}
+    try:
+        return KnownPart(AlreadyRead(structure(_value(sent, shape, "", unknown), shape)), tuple(unknown))
+    except Refused:
+        return sent
 
 
 @frozen(kw_only=True)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Final, cast
 
-from attrs import frozen
+from attrs import field, frozen
 
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json
@@ -71,6 +71,7 @@ class SealedContent:
     signature: str = ""
     thinking: str = ""
     summary: str | None = None
+    size: int = field(default=0, eq=False)  # bytes of it when it was unsealed
 
 
 def seal(content: SealedContent) -> str:
@@ -106,6 +107,7 @@ def unseal(opaque: str, *, most: int = UNSEALED_BYTES) -> SealedContent | None:
         signature=_text(content.get("s")),
         thinking=_text(content.get("t")),
         summary=summary if isinstance(summary, str) else None,
+        size=len(data),
     )
 
 
@@ -119,6 +121,7 @@ _ANSWER: Final = "resp_"
 _HEADS: Final = "openai_responses.heads"
 # inputs that a next one may begin with: one per agent, and with sub-agents two or three send requests at once
 _MOST_HEADS: Final = 16
+_DIGEST_BYTES: Final = 16
 _ITEM_ID: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+(?:_[0-9a-f]{16})?")
 _REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # the decoded content of an answer's signature
 
@@ -183,16 +186,24 @@ class StoredInput:
         return {"base": self.base, "added": self.added, "length": self.length, "digest": self.digest}
 
 
-def to_keep(memory: Memory, items: list[Object]) -> StoredInput:
-    """The part that an input adds to earlier ones."""
+def item_digest(item: Object) -> bytes:
+    """What identifies an item of an input: 16 bytes over all of it."""
+    return blake2b(dump_json(item), digest_size=_DIGEST_BYTES).digest()
+
+
+def to_keep(memory: Memory, items: list[Object], digests: Iterable[bytes]) -> StoredInput:
+    """The part that an input adds to earlier ones. `digests` are those of its items."""
     heads = {(head["length"], head["digest"]): head["name"] for head in _heads(memory)}
     lengths = {length for length, _ in heads}
-    digest, base, begun = blake2b(digest_size=16), None, 0
-    for index, item in enumerate(items, 1):
-        digest.update(dump_json(item))
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    begins: list[tuple[int, str]] = []
+    for index, each in enumerate(digests, 1):
+        digest.update(each)
         name = heads.get((index, digest.hexdigest())) if index in lengths else None
-        if isinstance(name, str) and _is_whole(memory, name):
-            base, begun = name, index
+        if isinstance(name, str):
+            begins.append((index, name))
+    whole = (begin for begin in reversed(begins) if _is_whole(memory, begin[1]))
+    begun, base = next(whole, (0, None))
     return StoredInput(
         base=base, added=compact(cast(Json, items[begun:])), length=len(items), digest=digest.hexdigest()
     )

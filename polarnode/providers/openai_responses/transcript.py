@@ -1,0 +1,355 @@
+"""Responses: a list of items as the messages of a conversation.
+
+Consecutive assistant items (thinking, text, calls) are one answer and become one message, joined as `Answer`
+joins its parts; everything else stays one to one, so that an append-only history stays append-only. Content
+that cannot be shown to the model is reported by its path, except images and files, which the user means it to
+see: those are refused.
+
+Requests repeat their items. What `known_item` finds of an item alone is the same wherever the item stands,
+so it is read once; any other item is read in its place.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from attrs import define, field, frozen
+
+from polarnode.core.conversation import Json, Message, Tool, ToolCall
+from polarnode.core.errors import Refused
+from polarnode.providers import openai
+from polarnode.providers.openai_responses.history import (
+    UNSEALED_BYTES,
+    SealedContent,
+    item_digest,
+    retold,
+    unseal,
+)
+from polarnode.providers.openai_responses.shapes import (
+    ActionCallItem,
+    AdditionalToolsItem,
+    AgentMessageItem,
+    CompactionItem,
+    Content,
+    CustomCallItem,
+    FunctionCallItem,
+    MessageItem,
+    Object,
+    OutputItem,
+    PartShape,
+    ReasoningItem,
+    SearchCallItem,
+    SearchOutputItem,
+)
+from polarnode.providers.openai_responses.tools import Toolbox, describe_tools, full_name, shaped
+from polarnode.providers.shapes import compact, not_text, paragraphs, unseen
+
+# ── items as messages ───────────────────────────────────────────────────────────────────────────────
+
+_TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
+_NOT_TEXTS: Final = frozenset(
+    {"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"}
+)
+# OpenAI's own server encrypts an agent's message as a Fernet token
+_ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")
+NEW_TOOLS: Final = "From here on these tools can be called too:"
+FOUND_TOOLS: Final = "Found these tools, which can be called from here on:"
+FOUND_NONE: Final = "Found no tools."
+
+
+@define(eq=False)
+class Transcript:
+    """The conversation in a list of items, read one by one. `head` holds the tools before the first message,
+    `later` the tools that are added in the conversation, as text.
+    """
+
+    messages: list[Message] = field(factory=list)
+    head: Toolbox = field(factory=Toolbox)
+    later: list[Tool] = field(factory=list)
+    ignored: list[str] = field(factory=list)
+    notes: list[str] = field(factory=list)
+    _texts: list[str] = field(factory=list, init=False)
+    _thoughts: list[str] = field(factory=list, init=False)
+    _calls: list[ToolCall] = field(factory=list, init=False)
+    _refs: list[str] = field(factory=list, init=False)
+    _answering: bool = field(default=False, init=False)
+    _unsealed_room: int = field(default=UNSEALED_BYTES, init=False)
+    _unsealed_bytes: int = field(default=0, init=False)  # of the sealed items as they decompress
+
+    def read(self, item: Object, path: str) -> None:
+        """Read one more item."""
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        reader = _READERS.get(str(kind))
+        if reader is None:
+            self.ignored.append(path)
+            if str(kind).endswith(("_call", "_call_output", "_reference")) or str(kind).startswith("mcp_"):
+                self.notes.append(
+                    f"{path.removeprefix('$.')}: the {kind} belongs to another server and is kept out"
+                )
+        else:
+            reader(self, item, path)
+
+    def take(self, item: Object, path: str, known: "KnownItem | None") -> None:
+        """Read one more item, of which this may be known."""
+        alone = None if known is None else known.alone
+        if alone is None or alone._unsealed_bytes >= self._unsealed_room:
+            self.read(item, path)
+            return
+        for message in alone.messages:
+            self.add(message)
+        self._answering = self._answering or alone._answering
+        self._texts += alone._texts
+        self._thoughts += alone._thoughts
+        self._calls += alone._calls
+        self._refs += alone._refs
+        self._unsealed_room -= UNSEALED_BYTES - alone._unsealed_room
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was found but messages and parts of answers, none of which depends on a path."""
+        head = self.head
+        return not (self.ignored or self.notes or self.later or head.tools or head.ignored or head.notes)
+
+    def add(self, message: Message) -> None:
+        """Add a message that is not the assistant's; an open answer ends before it."""
+        self.close()
+        self.messages.append(message)
+
+    def close(self) -> None:
+        """End the open answer, if there is one."""
+        if self._answering:
+            self.messages.append(
+                Message(
+                    role="assistant",
+                    text="".join(self._texts),
+                    calls=tuple(self._calls),
+                    thinking="".join(self._thoughts),
+                    refs=tuple(filter(None, self._refs)),
+                )
+            )
+        self._answering = False
+        self._texts, self._thoughts, self._calls, self._refs = [], [], [], []
+
+    # ── messages ──────────────────────────────────────────────────────────
+
+    def message(self, item: Object, path: str) -> None:
+        shape = shaped(item, MessageItem, path)
+        texts = list(self._parts(shape.content, f"{path}.content"))
+        if shape.role == "assistant":
+            self._answering = True
+            self._texts += texts
+            self._refs.append(shape.id or "")
+        else:
+            self.add(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
+
+    def agent_message(self, item: Object, path: str) -> None:
+        """Read a message between Codex's agents. Codex assumes the server encrypts these messages (a schema
+        contains `encrypted`) and passes them on unread, as received. This node sends them in clear. They must
+        be read: a sub-agent has no other task.
+        """
+        shape = shaped(item, AgentMessageItem, path)
+        self.add(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
+
+    def reasoning(self, item: Object, path: str) -> None:
+        """Thinking: what this node sealed, else the raw thinking, else its summary. Content sealed by another
+        server is not opened, only kept as a reference.
+        """
+        shape = shaped(item, ReasoningItem, path)
+        ours = self._unsealed(shape.encrypted_content)
+        shown = paragraphs(self._parts(shape.content, f"{path}.content")) or paragraphs(
+            self._parts(shape.summary, f"{path}.summary")
+        )
+        self._answering = True
+        self._thoughts.append(shown if ours is None else ours.thinking or shown)
+        self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
+
+    def compaction(self, item: Object, path: str) -> None:
+        """This node's own summary of the earlier conversation. Another server's cannot be read: the
+        conversation begins after it.
+        """
+        ours = self._unsealed(shaped(item, CompactionItem, path).encrypted_content)
+        if ours is None or ours.summary is None:
+            self.ignored.append(path)
+            self.notes.append(
+                f"{path.removeprefix('$.')}: the compaction was not made by this node and cannot be read"
+            )
+        else:
+            self.add(Message(role="user", text=retold(ours.summary)))
+
+    def _unsealed(self, opaque: str | None) -> SealedContent | None:
+        """What this node sealed, as long as all of a request's sealed items have room together."""
+        found = unseal(opaque or "", most=self._unsealed_room)
+        if found is not None:
+            self._unsealed_room -= len(found.thinking) + len(found.summary or "")
+            self._unsealed_bytes += found.size
+        return found
+
+    # ── calls ─────────────────────────────────────────────────────────────────
+
+    def function_call(self, item: Object, path: str) -> None:
+        shape = shaped(item, FunctionCallItem, path)
+        arguments = shape.arguments if isinstance(shape.arguments, str) else compact(shape.arguments or {})
+        self._call(full_name(shape.name, shape.namespace), arguments, shape.call_id, shape.id)
+
+    def custom_call(self, item: Object, path: str) -> None:
+        shape = shaped(item, CustomCallItem, path)
+        self._call(
+            full_name(shape.name, shape.namespace), openai.arguments_of(shape.input), shape.call_id, shape.id
+        )
+
+    def action_call(self, item: Object, path: str) -> None:
+        """A call of `local_shell`, `shell` or `apply_patch`, as the arguments that the model gave."""
+        shape = shaped(item, ActionCallItem, path)
+        name = str(item["type"]).removesuffix("_call")
+        action = (shape.operation if name == "apply_patch" else shape.action) or {}
+        arguments: Object = {
+            key: value
+            for key, value in action.items()
+            if value is not None and (key, value) not in (("type", "exec"), ("env", {}))
+        }
+        self._call(name, compact(arguments), shape.call_id or shape.id, shape.id)
+
+    def search_call(self, item: Object, path: str) -> None:
+        shape = shaped(item, SearchCallItem, path)
+        if shape.execution == "server":
+            self.ignored.append(path)
+            return
+        arguments = shape.arguments if isinstance(shape.arguments, str) else compact(shape.arguments or {})
+        self._call("tool_search", arguments, shape.call_id, shape.id)
+
+    def _call(self, name: str, arguments: str, call_id: str | None, item_id: str | None) -> None:
+        self._answering = True
+        self._calls.append(ToolCall(id=call_id or "", name=name, arguments=arguments))
+        self._refs += (call_id or "", item_id or "")
+
+    # ── results ─────────────────────────────────────────────────────
+
+    def output(self, item: Object, path: str) -> None:
+        shape = shaped(item, OutputItem, path)
+        text = (shape.status or "") if shape.output is None else self._result(shape.output, f"{path}.output")
+        self.add(Message(role="tool", text=text, call_id=shape.call_id or shape.id or ""))
+
+    def search_output(self, item: Object, path: str) -> None:
+        shape = shaped(item, SearchOutputItem, path)
+        if shape.execution == "server":
+            self.ignored.append(path)
+            return
+        found = self._later(shape.tools or (), path)
+        self.add(
+            Message(
+                role="tool",
+                text=f"{FOUND_TOOLS}\n{describe_tools(found)}" if found else FOUND_NONE,
+                call_id=shape.call_id or "",
+            )
+        )
+
+    def additional_tools(self, item: Object, path: str) -> None:
+        """Tools of the head before the first message, else a message at their place."""
+        tools = shaped(item, AdditionalToolsItem, path).tools or ()
+        if not self._answering and all(message.role == "system" for message in self.messages):
+            self.head.read(tools, f"{path}.tools")
+            return
+        found = self._later(tools, path)
+        if found:
+            self.add(Message(role="system", text=f"{NEW_TOOLS}\n{describe_tools(found)}"))
+
+    def _later(self, tools: tuple[Json, ...], path: str) -> list[Tool]:
+        box = Toolbox(ignored=self.ignored, notes=self.notes)
+        box.read(tools, f"{path}.tools")
+        self.later += box.tools
+        return box.tools
+
+    def _result(self, output: Json, path: str) -> str:
+        """A call's result, in every format: text, parts, a shell's streams, or any other JSON verbatim."""
+        if isinstance(output, str):
+            return output
+        if isinstance(output, list) and any(
+            isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output
+        ):
+            return "\n".join(_streams(part) for part in output)
+        if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
+            return paragraphs(self._parts(shaped(output, tuple[PartShape, ...], path), path, of_tool=True))
+        return compact(output)
+
+    def _parts(self, content: Content, path: str, *, of_tool: bool = False) -> Iterator[str]:
+        if isinstance(content, str):
+            yield content
+            return
+        for index, part in enumerate(content or ()):
+            if part.type in _NOT_TEXTS:
+                if not of_tool:
+                    raise Refused(str(not_text(part.type)), path=f"{path}[{index}]")
+                yield unseen(part.type)
+                continue
+            text = _part_text(part)
+            if text is None and part.type not in _TEXTS:
+                self.ignored.append(f"{path}[{index}]")
+            else:
+                yield text or ""
+
+
+def _part_text(part: PartShape) -> str | None:
+    if part.type == "encrypted_content":
+        text = part.encrypted_content
+        return None if text is None or _ENCRYPTED.fullmatch(text) else text
+    return part.refusal if part.type == "refusal" else part.text
+
+
+def _streams(part: Json) -> str:
+    """One command of a shell: its output and its outcome."""
+    if not isinstance(part, dict):
+        return compact(part)
+    outcome = part.get("outcome")
+    ended = (
+        f"exit code {outcome['exit_code']}"
+        if isinstance(outcome, dict) and "exit_code" in outcome
+        else "timed out"
+    )
+    streams = (text for name in ("stdout", "stderr") if isinstance(text := part.get(name), str) and text)
+    return paragraphs([*streams, f"[{ended}]"] if outcome is not None else streams)
+
+
+_READERS: Final[dict[str, Callable[[Transcript, Object, str], None]]] = {
+    "message": Transcript.message,
+    "agent_message": Transcript.agent_message,
+    "reasoning": Transcript.reasoning,
+    "compaction": Transcript.compaction,
+    "compaction_summary": Transcript.compaction,
+    "context_compaction": Transcript.compaction,
+    "function_call": Transcript.function_call,
+    "custom_tool_call": Transcript.custom_call,
+    "local_shell_call": Transcript.action_call,
+    "shell_call": Transcript.action_call,
+    "apply_patch_call": Transcript.action_call,
+    "tool_search_call": Transcript.search_call,
+    "function_call_output": Transcript.output,
+    "custom_tool_call_output": Transcript.output,
+    "local_shell_call_output": Transcript.output,
+    "shell_call_output": Transcript.output,
+    "apply_patch_call_output": Transcript.output,
+    "tool_search_output": Transcript.search_output,
+    "additional_tools": Transcript.additional_tools,
+}
+
+
+# ── items of earlier requests ───────────────────────────────────────────────────────────────────────
+
+
+@frozen
+class KnownItem:
+    """An item that a session's requests repeat: its digest, and what stands in it `alone`, which is only
+    read; None where that depends on its place, and where it is refused.
+    """
+
+    digest: bytes
+    alone: Transcript | None
+
+
+def known_item(item: Object) -> KnownItem:
+    """What is found of an item alone."""
+    digest, alone = item_digest(item), Transcript()
+    try:
+        alone.read(item, "$")
+    except Refused:  # with a path that only its place gives
+        return KnownItem(digest, None)
+    return KnownItem(digest, alone if alone.is_plain else None)
