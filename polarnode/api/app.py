@@ -34,7 +34,9 @@ from polarnode.core.codec.trajectories import JSON_SCHEMAS, Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, PolarnodeError
 from polarnode.core.trajectory import Status
+from polarnode.groups.group import GroupState
 from polarnode.http.asgi import BrowserGuard, RouteRow, admit_request, guard_browsers
+from polarnode.http.compression import compress_answers
 from polarnode.http.connections import place_of
 from polarnode.journal.values import EventKind
 from polarnode.trainers import FORMATS
@@ -87,6 +89,13 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
     },
     "offset": _one("The byte of the log to begin at.", _COUNT),
     "tail": _one("Only so many of the last lines.", {"type": "integer", "minimum": 1, "maximum": MOST_LINES}),
+    "pieces": _one(
+        "Whether the text of each token is added, for people.", {"type": "boolean", "default": False}
+    ),
+    "until": _one(
+        "Only groups that ended at this time or before, in seconds since the epoch.", {"type": "number"}
+    ),
+    "state": _one("Only groups in this state.", _enum(get_args(GroupState))),
     "model": _one("Of a fleet that serves several models: which one is meant.", {"type": "string"}),
 }
 
@@ -233,6 +242,7 @@ BODY_BYTES = 64 << 20  # room for a task with its workspace as base64 files; lar
 STREAMS = ("/v1/trajectories/stream", "/events")
 STREAM_RETRY_S = 10.0  # between tries to open one more stream than the socket has places for
 OPEN_PATHS = ("/healthz", "/readyz")  # probes have no token, and their answers reveal nothing
+OPEN_BELOW = "/ui/"  # the page's files, which are in every release: the page asks its user for the token
 
 
 @frozen(kw_only=True)
@@ -277,6 +287,7 @@ def control_plane(
         basic = frozenset(path for each in extensions if each.basic for _, path, _ in each.rows)
         _guard(app, f"Bearer {token}".encode(), headers, basic)
     _limit_streams(app)
+    compress_answers(app)
     rows = [*routes]
     operations = dict(EVERY)
     for extension in extensions:
@@ -296,7 +307,7 @@ def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Con
     async def check_token() -> None:
         # async though it waits for nothing: Quart would run a plain function in a thread
         await trio.lowlevel.checkpoint()
-        if request.path in OPEN_PATHS:
+        if request.path in OPEN_PATHS or request.path.startswith(OPEN_BELOW):
             return
         sent = [
             request.headers.get("Authorization", ""),

@@ -45,7 +45,9 @@ from polarnode.engine.weight_values import (
     TensorBucket,
     UpdateOrder,
 )
+from polarnode.groups.group import GroupState, MemberShape
 from polarnode.journal.values import JournalStatistics
+from polarnode.tokens.pieces import TokenPieces
 
 # ── answers ────────────────────────────────────────────────────────────
 
@@ -104,6 +106,38 @@ class Formatted:
     metadata: dict[str, Json]
     value: Any
     refused: str | None = None
+
+
+@frozen(kw_only=True)
+class TrajectoryWithPieces(Trajectory):
+    """A trajectory, and with `pieces=true` the text of its tokens."""
+
+    pieces: TokenPieces | None = None
+
+
+@frozen(kw_only=True)
+class FinishedGroup:
+    """The body of a `group` event, with when it ended and what its task says."""
+
+    task_id: str
+    group_id: str
+    state: GroupState | None
+    reason: str | None
+    usable: int
+    sessions: tuple[MemberShape, ...]
+    rewards: tuple[float | None, ...] = ()
+    advantages: tuple[float | None, ...]
+    ended: float
+    submitted: float | None
+    harness: str
+    metadata: dict[str, Json]
+
+
+@frozen(kw_only=True)
+class GroupsAnswer:
+    """Finished groups, newest first."""
+
+    groups: tuple[FinishedGroup, ...]
 
 
 @frozen(kw_only=True)
@@ -247,8 +281,8 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ),
     ("GET", "/v1/trajectories/<session_id>"): Operation(
         summary="A session that is over.",
-        query=(*_ARRAYS, "format"),
-        answer=Trajectory | Formatted,
+        query=(*_ARRAYS, "format", "pieces"),
+        answer=TrajectoryWithPieces | Formatted,
         errors=(404, 410),
     ),
     ("GET", "/v1/sessions/<session_id>"): Operation(
@@ -279,6 +313,20 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         query=("offset", "tail"),
         answer=LogPiece,
         errors=(404, 410),
+    ),
+    ("GET", "/v1/groups"): Operation(
+        summary="Finished groups, newest first.",
+        query=("limit", "until", "state", "task_id"),
+        answer=GroupsAnswer,
+    ),
+    ("GET", "/ui/"): Operation(summary="The page of this node.", tag="page", content="text/html", open=True),
+    ("GET", "/ui/<path:name>"): Operation(
+        summary="A file of the page.",
+        tag="page",
+        content="text/javascript",
+        also=("text/css", "text/html", "image/svg+xml"),
+        errors=(404,),
+        open=True,
     ),
     ("GET", "/v1/status"): Operation(summary="The state of the node.", tag="node", answer=NodeStatusAnswer),
     ("GET", "/metrics"): Operation(summary="Prometheus metrics.", tag="node", content="text/plain"),

@@ -13,6 +13,7 @@ from polarnode.core.codec.trajectories import Turns
 from polarnode.core.errors import Refused
 from polarnode.core.positions import ALONE, Position
 from polarnode.core.trajectory import Status
+from polarnode.groups.group import GroupState
 from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, check_consumer
 from polarnode.trainers import FORMATS
 
@@ -38,6 +39,9 @@ class Query:
     limit: int = 100
     before: str | None = None
     kinds: tuple[EventKind, ...] = USUAL_KINDS
+    pieces: bool = False
+    until: float | None = None
+    state: GroupState | None = None
     model: str | None = None  # of a fleet's front: which nodes are meant
     offset: int | None = None  # of a log, in bytes
     tail: int | None = None  # of a log, in lines
@@ -138,6 +142,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "turns": get_args(Turns),
     "format": (*FORMATS, PARQUET),
     "kind": get_args(Kind),
+    "state": get_args(GroupState),
 }
 
 
@@ -170,6 +175,9 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "limit": _limit,
     "before": _text,
     "kinds": _kinds,
+    "pieces": _flag,
+    "until": _number,
+    "state": _one_of,
     "model": _text,
     "offset": _count,
     "tail": _limit,

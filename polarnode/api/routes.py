@@ -13,6 +13,7 @@ from quart import Response, request
 
 from polarnode.api.exports import check_format, event_stream, export, file_pieces, format_json
 from polarnode.api.metrics import CONTENT_TYPE, exposition
+from polarnode.api.page import PageRoutes
 from polarnode.api.query import FILTERS, Ack, Query, last_event_id, read_query
 from polarnode.api.service import NotFound, Service, json_response
 from polarnode.containers.files import artifacts_path
@@ -45,6 +46,7 @@ from polarnode.journal.damage import encoded
 from polarnode.journal.values import TaskRecord, check_consumer
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
+from polarnode.tokens.pieces import pieces_of
 
 # ── routes ────────────────────────────────────────────────────────────
 
@@ -58,6 +60,7 @@ class Routes:
 
     def rows(self) -> Iterator[RouteRow]:
         """The rows that every node's table has."""
+        yield from PageRoutes(journal=self.service.journal).rows()
         yield from (
             ("POST", "/v1/tasks", self.submit),
             ("GET", "/v1/tasks", self.tasks),
@@ -165,7 +168,7 @@ class Routes:
         return json_response({"consumer": consumer, "forgotten": True})
 
     async def trajectory(self, session_id: str) -> Response:
-        query = check_format(read_query(request.args, "arrays", "turns", "format"))
+        query = check_format(read_query(request.args, "arrays", "turns", "format", "pieces"))
         found = await self.service.journal.trajectory(session_id)
         if found is None:
             session = await self._existing_session(session_id)
@@ -173,8 +176,16 @@ class Routes:
                 f"session {session.session_id!r} is not over yet: its turns are at GET"
                 f" /v1/sessions/{session.session_id}"
             )
-        body = await self.service.journal.read(partial(_trajectory_body, found, query))
+        body = await self.service.journal.read(partial(self._trajectory_body, found, query))
         return Response(body, content_type="application/json")
+
+    def _trajectory_body(self, trajectory: Trajectory, query: Query) -> bytes:
+        if query.format is not None:
+            return dump_json(format_json(query.format, trajectory, query.arrays))
+        write = partial(trajectory_json, arrays=query.arrays, turns=query.turns)
+        rows = [trace.token_ids for trace in trajectory.traces]
+        pieces = {"pieces": plain(pieces_of(rows, self.service.token_bytes))} if query.pieces else {}
+        return encoded(lambda whole: dump_json(write(whole) | pieces), trajectory)
 
     async def session(self, session_id: str) -> Response:
         """Everything of a session that is on disk, whether it is over or not: its turns in full, and its
@@ -255,13 +266,6 @@ def _number(ack: Ack) -> int:
     if found is None:
         raise Refused("id is a position in a fleet's stream: send it to the fleet's front", path="$.id")
     return found
-
-
-def _trajectory_body(trajectory: Trajectory, query: Query) -> bytes:
-    if query.format is not None:
-        return dump_json(format_json(query.format, trajectory, query.arrays))
-    write = partial(trajectory_json, arrays=query.arrays, turns=query.turns)
-    return encoded(lambda whole: dump_json(write(whole)), trajectory)
 
 
 def _size(path: Path) -> int | None:

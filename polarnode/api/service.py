@@ -100,6 +100,9 @@ class Service(Protocol):
     def figures(self) -> "Figures":
         """The node's numbers for GET /metrics: immutable values, which a thread may read."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token of the served model. Raises ModelError outside its vocabulary."""
+
     def ready(self) -> bool:
         """Whether the engine answers and tasks are accepted."""
 

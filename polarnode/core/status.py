@@ -262,7 +262,8 @@ Phase = Literal["init", "ready", "run", "post", "ended"]
 @frozen(kw_only=True)
 class LiveSessionStatus:
     """The progress of one session. A sample of a group (`task_id`, `sample_index`) is over when one of its
-    attempts has an `outcome`.
+    attempts has an `outcome`. Seconds until now: `age_s` since it began, `phase_s` since its phase began,
+    `last_turn_s` since its last turn ended, None before the first.
     """
 
     session_id: str
@@ -276,6 +277,9 @@ class LiveSessionStatus:
     traces: int | None = None
     sample_index: int = 0
     attempt: int = 0
+    age_s: float | None = None
+    phase_s: float | None = None
+    last_turn_s: float | None = None
 
 
 @frozen(kw_only=True)

@@ -90,6 +90,7 @@ class FrontRoutes:
             ("GET", "/v1/sessions/<session_id>/log", self.of_session),
             ("GET", "/v1/logs", self.logs),
             ("GET", "/v1/logs/<path:name>", self.log),
+            ("GET", "/v1/groups", self.groups),
             ("GET", "/v1/export", self.export),
             ("POST", "/v1/capture", self.begin_capture),
             ("GET", "/v1/capture", self.captures),
@@ -148,6 +149,16 @@ class FrontRoutes:
         if owner is None:
             raise _no_task(task_id)
         return owner
+
+    async def groups(self) -> Response:
+        """The newest of all nodes. A group that two journals have, as a task's homes may, is listed once."""
+        query = read_query(request.args, "limit", "until", "state", "task_id")
+        found: dict[str, dict[str, Any]] = {}
+        for _, answer in await self.front.lookup.ask_all("GET", path_of_request()):
+            for group in [] if isinstance(answer, Exception) else answer["groups"]:
+                found.setdefault(group["task_id"], group)
+        newest = sorted(found.values(), key=lambda group: -group["ended"])
+        return json_response({"groups": list[Json](newest[: query.limit])})
 
     # ── sessions ──────────────────────────────────────────────────────────────
 

@@ -16,6 +16,7 @@ from typing import BinaryIO, Final
 import trio
 
 from polarnode.api.app import Extension, control_plane
+from polarnode.api.page import PageFiles
 from polarnode.client.pins import split_pin
 from polarnode.core.errors import ConfigError
 from polarnode.fleet.config import FleetConfig
@@ -166,7 +167,7 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         front.joined.append(pools.bring)
         front.nursery.start_soon(pools.keep)
         engines = pools.rows(lambda weights: FleetWeightsRoutes(weights=weights).rows())
-        rows = (*FrontRoutes(front=front).rows(), *streams.rows(), *engines)
+        rows = (*PageFiles().rows(), *FrontRoutes(front=front).rows(), *streams.rows(), *engines)
         guard = BrowserGuard(
             bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
         )

@@ -277,6 +277,10 @@ class Node:
             adapters=self.adapters.status(),
         )
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token of the served model."""
+        return self.model.tokenizer.token_bytes(token)
+
     def ready(self) -> bool:
         """Whether tasks are taken and some engine host answers."""
         return not self.scheduler.registry.stopping and any(

@@ -75,6 +75,7 @@ class SchedulerStatistics:
 def session_status(session: Session, published: Trajectory | None = None) -> LiveSessionStatus:
     """The status of a live session, or of one that is over with its `trajectory`."""
     identity, counters = session.identity, session.live.counters
+    now, last = trio.current_time(), counters.last_turn
     status = LiveSessionStatus(
         session_id=identity.session_id,
         task_id=identity.task_id,
@@ -84,6 +85,9 @@ def session_status(session: Session, published: Trajectory | None = None) -> Liv
         sampled_tokens=counters.sampled_tokens,
         sample_index=identity.sample_index,
         attempt=identity.attempt,
+        age_s=round(now - session.began, 1),
+        phase_s=round(now - session.phase_began, 1),
+        last_turn_s=None if last is None else round(now - last, 1),
     )
     if published is None:
         return status

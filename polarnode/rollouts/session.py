@@ -60,12 +60,18 @@ class Session:
     # called last, when its trajectory could not be published
     on_unpublished: "Callable[[Session], None]"
     phase: Phase = field(default="init", init=False)
+    began: float = field(factory=trio.current_time, init=False)
+    phase_began: float = field(init=False)
     cancelled: CancelCause | None = field(default=None, init=False)
     _stoppable: trio.CancelScope | None = field(default=None, init=False)
     _timing: Timing = field(factory=Timing, init=False)
     _clock: RunClock = field(factory=RunClock, init=False)
     _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
     _containers: Containers = field(init=False)
+
+    @phase_began.default
+    def _make_phase_began(self) -> float:
+        return self.began
 
     @_containers.default
     def _make_containers(self) -> Containers:
@@ -121,7 +127,7 @@ class Session:
             self.on_unpublished(self)
 
     def _enter(self, phase: Phase) -> None:
-        self.phase = phase
+        self.phase, self.phase_began = phase, trio.current_time()
         self.on_phase(self)
 
     async def _result(self) -> Result:

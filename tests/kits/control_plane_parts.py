@@ -110,6 +110,9 @@ class TaskTaker:
             journal_backlog=0,
         )
 
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token + 97).encode()
+
     def ready(self) -> bool:
         return self.is_ready
 

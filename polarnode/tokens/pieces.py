@@ -1,0 +1,71 @@
+"""The text of tokens, for people who look at rows: what each id says, and what ids say together.
+
+Pure. Bytes are decoded as UTF-8. An id whose bytes are whole letters has its own text. Ids that split a
+letter have none: those that stand together form a cluster, which has. Nothing here is fed to a model.
+"""
+
+import codecs
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class Cluster:
+    """Tokens [start, end) of row `trace` that only together are text."""
+
+    trace: int
+    start: int
+    end: int
+    text: str
+
+
+@frozen(kw_only=True)
+class TokenPieces:
+    """The text of each id that occurs, by the id as a string, and the clusters of all rows. An id that is not
+    in `tokens` is in clusters alone. Bytes that are no UTF-8 are U+FFFD.
+    """
+
+    tokens: Mapping[str, str]
+    clusters: tuple[Cluster, ...] = ()
+
+
+def pieces_of(rows: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]) -> TokenPieces:
+    """The pieces of some rows of token ids. `token_bytes` raises ModelError for an id outside of its
+    vocabulary.
+    """
+    bytes_of = {token: token_bytes(token) for token in set().union(*rows)}
+    tokens: dict[str, str] = {}
+    split: set[int] = set()
+    for token, found in bytes_of.items():
+        try:
+            tokens[str(token)] = found.decode()
+        except UnicodeDecodeError:
+            split.add(token)
+    clusters = tuple(
+        Cluster(trace=number, start=start, end=end, text=text)
+        for number, row in enumerate(rows)
+        if not split.isdisjoint(row)
+        for start, end, text in _clusters(row, split, bytes_of)
+    )
+    return TokenPieces(tokens=tokens, clusters=clusters)
+
+
+def _clusters(
+    row: Sequence[int], split: set[int], bytes_of: Mapping[int, bytes]
+) -> Iterator[tuple[int, int, str]]:
+    """Each begins with an id that splits a letter, and ends where all its bytes are used up."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    start: int | None = None
+    text = ""
+    for index, token in enumerate(row):
+        if start is None and token not in split:
+            continue
+        if start is None:
+            start, text = index, ""
+        text += decoder.decode(bytes_of[token])
+        if not decoder.getstate()[0]:
+            yield start, index + 1, text
+            start = None
+    if start is not None:
+        yield start, len(row), text + decoder.decode(b"", final=True)

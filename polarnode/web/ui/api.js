@@ -1,0 +1,121 @@
+/** Requests to the node that served this page, and to nobody else. */
+import { signal } from "./vendor/signals.js";
+
+const KEPT = "polarnode-token"; // in sessionStorage: gone with the tab
+const AGAIN_MS = 2000;
+
+export const token = signal(sessionStorage.getItem(KEPT) ?? "");
+/** Set when an answer was 401: the page asks for the token. */
+export const locked = signal(false);
+/** Why the last request failed; "" when it did not. */
+export const trouble = signal("");
+
+/** @param {string} given */
+export function unlock(given) {
+  sessionStorage.setItem(KEPT, given);
+  token.value = given;
+  locked.value = false;
+}
+
+export class Refusal extends Error {
+  /** @param {number} status @param {string} message */
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** @param {string} path @param {AbortSignal} [abort] */
+async function ask(path, abort) {
+  const headers = token.value ? { Authorization: `Bearer ${token.value}` } : {};
+  let answer;
+  try {
+    answer = await fetch(path, { headers, signal: abort, cache: "no-store", credentials: "omit", redirect: "error" });
+  } catch (error) {
+    if (!abort?.aborted) trouble.value = "The node does not answer. Does it still run, and is the tunnel open?";
+    throw error;
+  }
+  trouble.value = "";
+  if (answer.ok) return answer;
+  if (answer.status === 401) locked.value = true;
+  const body = await answer.json().catch(() => ({}));
+  throw new Refusal(answer.status, body.error?.message ?? `status ${answer.status}`);
+}
+
+/** @param {string} path @param {AbortSignal} [abort] @returns {Promise<any>} */
+export async function get(path, abort) {
+  return (await ask(path, abort)).json();
+}
+
+/**
+ * Call `take` with the answer now and every two seconds, while the tab is seen. Gives the function that ends it.
+ * @param {string} path @param {(value: any) => void} take @param {(error: unknown) => void} [failed]
+ */
+export function poll(path, take, failed = () => {}) {
+  const abort = new AbortController();
+  const pause = () => new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  (async () => {
+    while (!abort.signal.aborted) {
+      if (!document.hidden && !locked.value) {
+        try {
+          take(await get(path, abort.signal));
+        } catch (error) {
+          if (!abort.signal.aborted) failed(error);
+        }
+      }
+      await pause();
+    }
+  })();
+  return () => abort.abort();
+}
+
+/**
+ * Call `take` for each event of a stream of the node, from `after` on; opened again where it ended. EventSource
+ * cannot send a token, so the stream is read with fetch. Gives the function that ends it.
+ * @param {string} path @param {number | string} after @param {(kind: string, data: any) => void} take
+ */
+export function follow(path, after, take) {
+  const abort = new AbortController();
+  let last = String(after);
+  (async () => {
+    while (!abort.signal.aborted) {
+      try {
+        const answer = await ask(`${path}&after=${encodeURIComponent(last)}`, abort.signal);
+        for await (const event of events(answer)) {
+          last = event.id || last;
+          if (event.data) take(event.kind, JSON.parse(event.data));
+        }
+      } catch {
+        // ended, refused or cut: asked again below
+      }
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
+  })();
+  return () => abort.abort();
+}
+
+/** @param {Response} answer */
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    const blocks = text.split("\n\n");
+    text = blocks.pop() ?? "";
+    yield* blocks.map(readEvent);
+  }
+}
+
+/** One block of a server-sent stream. @param {string} block */
+export function readEvent(block) {
+  const event = { kind: "message", id: "", data: "" };
+  for (const line of block.split("\n")) {
+    const [name, value] = [line.slice(0, line.indexOf(":")), line.slice(line.indexOf(":") + 1).trimStart()];
+    if (name === "event") event.kind = value;
+    if (name === "id") event.id = value;
+    if (name === "data") event.data += value;
+  }
+  return event;
+}

@@ -1,0 +1,53 @@
+"""The text of tokens: every letter is somewhere once, whatever tokens spell it."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polarnode.tokens.pieces import pieces_of
+
+
+def text_of(row: list[int], vocabulary: list[bytes]) -> str:
+    """The row's text from its pieces, as a reader puts it together."""
+    found = pieces_of([row], vocabulary.__getitem__)
+    clusters = {each.start: each for each in found.clusters}
+    words, at = [], 0
+    while at < len(row):
+        cluster = clusters.get(at)
+        words.append(found.tokens[str(row[at])] if cluster is None else cluster.text)
+        at = at + 1 if cluster is None else cluster.end
+    return "".join(words)
+
+
+def test_ids_have_their_own_text_and_split_letters_a_cluster() -> None:
+    vocabulary = [b"a", b"\xe2\x98", b"\x83", b"<|end|>", b"", b"\xc3\xa9"]
+    found = pieces_of([[0, 1, 2, 3], [4, 5, 0]], vocabulary.__getitem__)
+    assert found.tokens == {"0": "a", "3": "<|end|>", "4": "", "5": "é"}
+    (cluster,) = found.clusters
+    assert (cluster.trace, cluster.start, cluster.end, cluster.text) == (0, 1, 3, "☃")
+    assert pieces_of([], vocabulary.__getitem__).tokens == {}
+
+
+def test_a_letter_that_is_cut_off_is_shown_as_such() -> None:
+    (cluster,) = pieces_of([[0, 1]], [b"x", b"\xe2\x98"].__getitem__).clusters
+    assert (cluster.start, cluster.end, cluster.text) == (1, 2, "\ufffd")
+
+
+@given(st.text(max_size=40), st.data())
+def test_whatever_way_a_text_is_cut_into_tokens_its_pieces_are_the_text(
+    text: str, data: st.DataObject
+) -> None:
+    whole = text.encode("utf-8", "surrogatepass") if text.isascii() else text.encode("utf-8", "ignore")
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=12)) | {0, len(whole)})
+    vocabulary = [whole[start:end] for start, end in pairwise(cuts)]
+    assert text_of(list(range(len(vocabulary))), vocabulary) == whole.decode()
+
+
+@given(st.lists(st.binary(max_size=5), max_size=12))
+def test_bytes_that_are_no_text_are_replaced_and_every_token_is_covered(vocabulary: list[bytes]) -> None:
+    row = list(range(len(vocabulary)))
+    found = pieces_of([row], vocabulary.__getitem__)
+    covered = {at for each in found.clusters for at in range(each.start, each.end)}
+    assert covered | {int(token) for token in found.tokens} == set(row)
+    assert all(each.start < each.end for each in found.clusters)

@@ -1,0 +1,145 @@
+// The pure parts of the page, with Node's own test runner: `node --test tests/web/`.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+const ui = new URL("../../polarnode/web/ui/", import.meta.url);
+const [{ readRoute, sessionLink }, { visible, visibleText }, format, row, colours, { timeline }, { tally }, { trainedShares }] = await Promise.all(
+  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap"].map((name) => import(new URL(`${name}.js`, ui).href)),
+);
+
+const base64 = (array) => Buffer.from(array.buffer).toString("base64");
+
+function trace(texts, { mask = texts.map(() => 0), logprobs = texts.map(() => 0), turns = [], versions = [] } = {}) {
+  const json = {
+    token_ids: base64(Int32Array.from(texts.keys())),
+    loss_mask: base64(Uint8Array.from(mask)),
+    logprobs: base64(Float32Array.from(logprobs)),
+    turn_spans: turns,
+    version_spans: versions,
+    offset: 0,
+  };
+  return row.readRow(json, 0, { tokens: Object.fromEntries(texts.map((text, at) => [at, text])), clusters: [] });
+}
+
+test("an address is read as it was written, whatever is in the id", () => {
+  for (const id of ["a", "a/b c", "%", "ü?#"]) {
+    const found = readRoute(sessionLink(id, "tokens", { row: 1, t: 5 }));
+    assert.deepEqual(found, { view: "session", id, tab: "tokens", query: { row: "1", t: "5" } });
+  }
+  assert.equal(readRoute("").view, "now");
+  assert.equal(readRoute("#/nothing").view, "now");
+  assert.equal(readRoute("#/s/x/nothing").tab, "overview");
+  assert.equal(readRoute("#/s/%E0%A4%A").id, "%E0%A4%A");
+});
+
+test("hidden characters have a name, and nothing else is changed", () => {
+  assert.deepEqual(visible("a\u001b[31m\u202eb\ufeff"), ["a", { mark: "ESC" }, "[31m", { mark: "U+202E" }, "b", { mark: "U+FEFF" }]);
+  assert.deepEqual(visible("é ☃ 日本 👍\n\t<b>"), ["é ☃ 日本 👍\n\t<b>"]);
+  assert.equal(visibleText("\u0000\u007f\u0085\u{e0041}"), "‹NUL›‹DEL›‹U+0085›‹U+E0041›");
+  for (const code of [0x200b, 0x200e, 0x2028, 0x2066, 0x2069, 0x061c, 0x00ad]) {
+    assert.equal(visible(String.fromCharCode(code)).length, 1);
+    assert.ok(visible(String.fromCharCode(code))[0].mark, code.toString(16));
+  }
+});
+
+test("numbers are written as people read them", () => {
+  assert.equal(format.duration(null), "–");
+  assert.equal(format.duration(9.94), "9.9 s");
+  assert.equal(format.duration(125), "2 min 05 s");
+  assert.equal(format.duration(7384), "2 h 03 min");
+  assert.equal(format.reward(0.25), "0.25");
+  assert.equal(format.reward(1), "1");
+  assert.equal(format.bytes(1458176), "1.5 MB");
+  assert.deepEqual(format.meanAndSpread([1, null, 0]), { mean: 0.5, spread: Math.SQRT1_2 });
+  assert.deepEqual(format.meanAndSpread([null]), { mean: null, spread: null });
+});
+
+test("lines hold every token once, end at line feeds, and are no wider than they may be", () => {
+  const texts = ["ab", "c\n", "x".repeat(30), "日本", "", "d"].map((text) => text.replace("\n", "⏎"));
+  const starts = row.cutLines(texts, 10);
+  assert.deepEqual([...starts], [0, 2, 3]);
+  const many = Array.from({ length: 5000 }, (_, at) => (at % 17 ? "word " : "end⏎"));
+  const found = row.cutLines(many, 40);
+  for (let at = 1; at < found.length; at += 1) {
+    assert.ok(found[at] > found[at - 1]);
+    assert.ok(many.slice(found[at - 1], found[at]).join("").length <= 40);
+  }
+  for (const token of [0, 1, 999, 4999]) {
+    const line = row.lineOf(found, token);
+    assert.ok(found[line] <= token && token < (found[line + 1] ?? many.length));
+  }
+  assert.deepEqual([...row.cutLines([], 10)], []);
+});
+
+test("a cluster's first token has its letter", () => {
+  const json = { ...trace(["a", "b", "c"]).trace };
+  const found = row.readRow(json, 1, { tokens: { 0: "a" }, clusters: [{ trace: 1, start: 1, end: 3, text: "é" }, { trace: 0, start: 0, end: 1, text: "no" }] });
+  assert.deepEqual(found.texts, ["a", "é", ""]);
+});
+
+test("text is found across tokens, from a place on and around the end", () => {
+  const made = trace(["Hello", " wor", "ld", " hello"]);
+  assert.equal(row.findText(made, "world", 0), 1);
+  assert.equal(row.findText(made, "HELLO", 1), 3);
+  assert.equal(row.findText(made, "hello", 4), 0);
+  assert.equal(row.findText(made, "nothing", 0), -1);
+});
+
+test("jumps and details are of the token they name", () => {
+  const turns = [{ turn: 0, start: 1, end: 3, reward: null }, { turn: 4, start: 4, end: 6, reward: null }];
+  const versions = [{ version: "a", start: 1, end: 3 }, { version: "a", start: 4, end: 5 }, { version: "b", start: 5, end: 6 }];
+  const made = trace([..."abcdef"], { mask: [0, 1, 1, 0, 1, 1], logprobs: [0, -1, -3, 0, -2, -0.5], turns, versions });
+  assert.equal(row.leastLikely(made), 2);
+  assert.deepEqual(row.seams(made), [5]);
+  assert.equal(row.nextPlace([1, 4], 1), 4);
+  assert.equal(row.nextPlace([1, 4], 4), 1);
+  assert.equal(row.nextPlace([], 4), -1);
+  const facts = colours.factsOf(made, 5);
+  assert.deepEqual([facts.turn, facts.version, facts.trained, facts.logprob], [4, "b", true, -0.5]);
+  assert.equal(colours.factsOf(made, 3).probability, null);
+});
+
+test("colours cover the tokens of their spans and no others", () => {
+  const turns = [{ turn: 0, start: 1, end: 3, reward: null }];
+  const versions = [{ version: "a", start: 1, end: 2 }, { version: "b", start: 2, end: 3 }];
+  const made = trace([..."abcd"], { mask: [0, 1, 1, 0], logprobs: [0, 0, -9, 0], turns, versions });
+  const of = (mode, advantage = null) => [...colours.colours(mode, made, advantage).classes];
+  assert.deepEqual(of("mask"), [-1, 0, 0, -1]);
+  assert.deepEqual(of("probability"), [-1, 0, 11, -1]);
+  assert.deepEqual(of("version"), [-1, 0, 1, -1]);
+  assert.deepEqual(of("turn"), [-1, 0, 0, -1]);
+  assert.deepEqual(of("advantage"), [-1, -1, -1, -1]);
+  assert.deepEqual(of("advantage", -9), [-1, 0, 0, -1]);
+  assert.deepEqual(of("advantage", 0), [-1, 3, 3, -1]);
+  for (const mode of colours.MODES) assert.ok(colours.legend(mode, made, 1).length);
+});
+
+test("a timeline's bars are within the session, and lineages are lanes", () => {
+  const turn = (index, started, lineage, versions) => ({
+    index, lineage, role: "main", state: "complete", weight_versions: versions, timing: { started, first_token_s: 0.1, ended_s: 1 },
+  });
+  const found = timeline({ init_s: 2, ready_s: 0, run_s: 10, post_s: 3 }, [turn(0, 100, 0, ["a"]), turn(1, 103, 2, ["b"]), turn(2, 105, 0, ["b"])]);
+  assert.equal(found.seconds, 15);
+  assert.equal(found.lanes, 2);
+  assert.deepEqual(found.turns.map((bar) => bar.lane), [0, 1, 0]);
+  assert.deepEqual(found.phases.map((phase) => phase.name), ["init", "run", "post"]);
+  assert.equal(found.seams.length, 1);
+  for (const bar of [...found.turns, ...found.phases]) assert.ok(bar.x >= 0 && bar.x + bar.width <= 1 + 1e-9);
+  assert.equal(timeline(null, []).turns.length, 0);
+});
+
+test("groups are counted by state, and those that teach nothing", () => {
+  const member = (reward, usable = true) => ({ reward, usable });
+  const groups = [
+    { state: "complete", sessions: [member(1), member(1)] },
+    { state: "partial", sessions: [member(1), member(0), member(null, false)] },
+    { state: "dropped", sessions: [member(0)] },
+  ];
+  assert.equal(tally(groups), "3 groups: 1 complete, 1 partial, 1 dropped; 1 with equal rewards, which teach nothing");
+  assert.equal(tally([]), "");
+});
+
+test("a minimap's shares are those of the mask", () => {
+  assert.deepEqual([...trainedShares(Uint8Array.of(0, 0, 1, 1), 2)], [0, 1]);
+  assert.deepEqual([...trainedShares(Uint8Array.of(1, 0), 4)], [1, 1, 0, 0]);
+});
