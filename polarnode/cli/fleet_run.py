@@ -141,9 +141,12 @@ def status(url: str, token: str | None, *, as_json: bool) -> None:
         return
     if "nodes" not in found:
         raise ConfigError(f"{url} is a node, not a fleet: give the address of its front")
-    console = open_console()
-    console.print(_headline(found))
-    console.print(_table(found["nodes"]))
+    open_console().print(nodes_of(found))
+
+
+def nodes_of(found: dict[str, Any]) -> Group:
+    """GET /v1/status of a front as a headline and a table of its nodes."""
+    return Group(_headline(found), _table(found["nodes"]))
 
 
 def _headline(found: dict[str, Any]) -> str:

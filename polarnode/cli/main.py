@@ -25,6 +25,7 @@ from polarnode.cli.options import (
     source_options,
     take_sources,
 )
+from polarnode.cli.verbs import add_verbs, as_json
 from polarnode.core.errors import PolarnodeError
 
 # modules of the packages of `polarnode[node]`
@@ -96,10 +97,11 @@ def main(ctx: click.Context, /, **params: Any) -> None:
     \b
     polarnode doctor                                check this machine
     polarnode run --cpu examples/demo/pi.toml       run one task, without a GPU
-    polarnode --gpus 0-7 --model /models/Qwen3-8B   serve until Ctrl-C
+    polarnode serve --gpus 0-7 --model DIR          serve until Ctrl-C
     polarnode convert --harness pi tasks/           preview tasks or a dataset
     polarnode submit task.toml                      send a task to a running node
     polarnode watch                                 print sessions as they end
+    polarnode status                                what the node does now
 
     Without a command it starts a node and serves. Every setting of a node can also be set in a TOML file
     (--config) or in the environment (POLARNODE_PORT=9000). Flags override the environment, which overrides
@@ -288,19 +290,25 @@ def submit(sources: tuple[Path, ...], url: str, token: str | None, **params: Any
     metavar="NAME",
     help="Acknowledge what is printed under this name; the next watch continues after it.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per event, without tokens.")
 @node_address
-def watch(task_id: str | None, consumer: str | None, url: str, token: str | None) -> None:
-    """Print the sessions of a node, one line each: first those that have ended, then each as it ends.
+def watch(task_id: str | None, consumer: str | None, as_json: bool, url: str, token: str | None) -> None:
+    """Print the sessions of a node, one line each: first those that have ended, then each as it ends, with
+    the reason where it did not complete. On a terminal a table of those that run stands below.
 
     \b
     polarnode watch
     polarnode watch --task task-1dcb2842ecd2e338
+    polarnode watch --json | jq .reward
 
     Ends with Ctrl-C, or with --task when the task is done.
-    """
-    from polarnode.cli import remote
 
-    remote.watch(task_id, consumer, remote.RemoteNode(url=url, token=token))
+    Exit codes: 0 when the task is done; 1 when there is no such task or the node is away for long; 130 after
+    Ctrl-C.
+    """
+    from polarnode.cli import remote, watching
+
+    watching.watch(task_id, consumer, remote.RemoteNode(url=url, token=token), as_json=as_json)
 
 
 @main.command(short_help="Write a node's trajectories as JSONL, Parquet or SFT data.")
@@ -378,12 +386,21 @@ def evaluate(
     is_flag=True,
     help="Mark trainable tokens with « and », not with colour. Always on without a terminal.",
 )
+@as_json
 @node_address
 def inspect(
-    session: str | None, file: Path | None, model: Path | None, plain: bool, url: str, token: str | None
+    session: str | None,
+    file: Path | None,
+    model: Path | None,
+    plain: bool,
+    as_json: bool,
+    url: str,
+    token: str | None,
 ) -> None:
-    """Show SESSION: its turns, which turn each one extends, why turns were left out, and its traces with the
-    trainable tokens marked. Without SESSION, show the lineage figures of every session in a file.
+    """Show SESSION: its turns, which turn each one extends, why turns were left out, its time, evaluation and
+    traces with the trainable tokens marked; of one that did not complete the reason and the end of its log;
+    of one that runs its turns so far and the end of its log. Without SESSION, show the lineage figures of
+    every session in a file.
 
     \b
     polarnode inspect --from out/run/trajectories.jsonl 4f
@@ -392,15 +409,15 @@ def inspect(
 
     Exit codes: 0 when it was shown; 1 when there is no such session.
     """
-    from polarnode.cli import remote
+    from polarnode.cli import inspection, remote
 
     if session is None:
-        if file is None:
+        if file is None or as_json:
             raise click.UsageError("name a SESSION of the node, or give --from FILE to summarise a file")
-        remote.summarise(file)
+        inspection.summarise(file)
         return
     source = file if file is not None else remote.RemoteNode(url=url, token=token)
-    remote.inspect(session, source, model, plain=plain)
+    inspection.inspect(session, source, model, plain=plain, as_json=as_json)
 
 
 @main.command(short_help="Show which turn each recorded request extends, and its new tokens.")
@@ -552,3 +569,4 @@ def gym_agent(
 
 
 main.add_command(fleet)
+add_verbs(main)

@@ -9,17 +9,19 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
     from polarnode.core.status import LiveSessionStatus
+
+V = TypeVar("V")
 
 # ── console ───────────────────────────────────────────────────────────────────
 
@@ -75,6 +77,7 @@ OUTCOME_STYLE = {
     "interrupted": "yellow",
     "error": "red",
 }
+MOST_ROWS = 50  # of a table: a screen or two, whatever a task's number of samples
 SHORT_ID = 8  # characters of an id on a narrow terminal; more where two sessions share them
 NAMES = ("session", "harness", "outcome")
 FIGURES = ("reward", "turns", "traces", "sampled tokens", "trainable", "merged ratio")
@@ -106,11 +109,25 @@ def live_table(sessions: Sequence["LiveSessionStatus"], *, rows: int) -> Table:
     return table
 
 
+def bounded(rows: Sequence[V], *, more: str = "") -> tuple[Sequence[V], tuple[str, ...]]:
+    """The first MOST_ROWS of a table's rows, and a line that counts the others, if there are any; `more` says
+    where they are.
+    """
+    left = len(rows) - MOST_ROWS
+    # one more row is as long as the line that would count it
+    return (rows, ()) if left <= 1 else (rows[:MOST_ROWS], (f"… {left} more{more}",))
+
+
 def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) -> Table:
-    """One row for each trajectory."""
+    """A row for each trajectory, of MOST_ROWS of them: those that did not complete come first where there are
+    more.
+    """
     table = _table(NAMES, FIGURES, narrow=narrow)
-    length = _distinct([each.session_id for each in trajectories]) if narrow else None
-    for trajectory in trajectories:
+    if len(bounded(trajectories)[0]) < len(trajectories):
+        trajectories = sorted(trajectories, key=lambda each: each.outcome.status == "completed")
+    shown, more = bounded(trajectories)
+    length = _distinct([each.session_id for each in shown]) if narrow else None
+    for trajectory in shown:
         table.add_row(
             harmless(trajectory.session_id)[:length],
             harmless(trajectory.harness),
@@ -122,6 +139,8 @@ def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) ->
             str(trajectory.trainable_tokens),
             merged_ratio(trajectory),
         )
+    for line in more:
+        table.add_row(line, style="dim")
     return table
 
 
@@ -159,7 +178,9 @@ def endings(trajectories: Sequence[Trajectory]) -> list[Text]:
     line of the harness's log.
     """
     counted = Counter(
-        (each.outcome.status, _why(each)) for each in trajectories if each.outcome.status != "completed"
+        (each.outcome.status, why(each.outcome))
+        for each in trajectories
+        if each.outcome.status != "completed"
     )
     return [
         Text(f"{count} × {status}: {why}", style=OUTCOME_STYLE.get(status, ""))
@@ -167,8 +188,10 @@ def endings(trajectories: Sequence[Trajectory]) -> list[Text]:
     ]
 
 
-def _why(trajectory: Trajectory) -> str:
-    outcome = trajectory.outcome
+def why(outcome: Outcome) -> str:
+    """Why a session did not complete: the part or budget at fault, the reason and, for a failed session, the
+    last line of the harness's log.
+    """
     origin = outcome.boundary or outcome.clock
     last_line = (outcome.log_tail or "").strip().rpartition("\n")[2] if outcome.status == "failed" else ""
     parts = [

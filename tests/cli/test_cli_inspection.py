@@ -9,7 +9,7 @@ from attrs import evolve
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from polarnode.cli import remote
+from polarnode.cli import inspection
 from polarnode.cli.main import main as command
 from polarnode.core import codec
 from polarnode.core.arrays import floats, ids
@@ -81,7 +81,7 @@ def printed(
         file=io.StringIO(), width=width, force_terminal=colour, color_system="standard" if colour else None
     )
     rows = codec.turns_json(trajectory.turns, left_out=trajectory.left_out)
-    console.print(remote.shown(trajectory, rows, tokenizer, console=console, plain=plain))  # type: ignore[arg-type]
+    console.print(inspection.shown(trajectory, rows, tokenizer, console=console, plain=plain))  # type: ignore[arg-type]
     text = console.file
     assert isinstance(text, io.StringIO)
     return text.getvalue()
@@ -137,7 +137,7 @@ def test_each_turn_says_what_it_extends_and_why_it_was_left_out(
 ) -> None:
     lines = printed(session, tokenizer, plain=True).splitlines()
     assert lines[0] == "session 4f1c09aa72be3d55  pi 1  timeout  its budget is spent  reward 0.5"
-    assert lines[1].split() == [*remote.COLUMNS[:-1], "left", "out"]
+    assert lines[1].split() == [*inspection.COLUMNS[:-1], "left", "out"]
     first, second = session.turns[:2]
     assert lines[2].split() == [
         "0",

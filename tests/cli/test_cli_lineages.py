@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from merge_toys import Session, ask, system, told, user
 from rich.console import Console
 
+from polarnode.cli.inspection import SessionFigures, figures_of, lineage_notes, lineage_text, summary, totals
 from polarnode.cli.main import main as command
-from polarnode.cli.remote import SessionFigures, figures_of, lineage_notes, lineage_text, summary, totals
 from polarnode.core import codec
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory

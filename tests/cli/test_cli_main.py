@@ -34,6 +34,16 @@ VERBS = (
     "merge",
     "gym-agent",
     "doctor",
+    "serve",
+    "status",
+    "tasks",
+    "logs",
+    "cancel",
+    "pause",
+    "resume",
+    "weights",
+    "consumers",
+    "completion",
 )
 HEAVY = (
     "torch",

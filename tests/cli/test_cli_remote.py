@@ -12,7 +12,7 @@ from control_plane_parts import Plane, open_plane
 from journal_samples import make_spec, make_trajectory
 from sources_kit import DATA, task
 
-from polarnode.cli import remote
+from polarnode.cli import remote, watching
 from polarnode.cli.main import main as command
 from polarnode.client import Event
 from polarnode.core.trajectory import Trajectory
@@ -130,8 +130,8 @@ async def test_watching_an_unknown_task_says_so(tmp_path: Path) -> None:
 
 def test_every_kind_of_event_is_one_line() -> None:
     gap = Event(seq=4, kind="gap", key="gap", data={"after": 0, "oldest": 5})
-    assert remote.line(gap) == "events 0 to 5 are no longer kept: read more often"
-    assert "older than the node" in remote.line(Event(seq=4, kind="weights", key="w", data={}))
+    assert watching.line(gap) == "events 0 to 5 are no longer kept: read more often"
+    assert "older than the node" in watching.line(Event(seq=4, kind="weights", key="w", data={}))
 
 
 async def test_export_writes_what_the_filters_let_through(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_a_session_of_a_node_is_inspected(tmp_path: Path, plain: tuple[str
     assert result.output.startswith("session t-0  pi  completed  reward 1\n")
     assert "0 1 2 3 «1000 1001 1002»" in result.output
     assert "give --model" in result.output
-    assert "is not over yet" in pending.output
+    assert pending.output == "session t-1    not over  0 turns, 0 tokens sampled\n"
 
 
 # ── sources ───────────────────────────────────────────────────────────────────

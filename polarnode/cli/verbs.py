@@ -1,0 +1,232 @@
+"""The commands that look at a running node and steer it, and shell completion.
+
+Keep heavy imports inside the commands, as in `main`.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, get_args
+
+import click
+from click.shell_completion import get_completion_class
+
+from polarnode.cli.options import merged_settings, node_address, serving_config
+from polarnode.core.weights import PauseMode
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+# modes that hold generation: `drain` lets it come to an end instead
+MODES = tuple(mode for mode in get_args(PauseMode) if mode != "drain")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.command(short_help="Start a node and serve until Ctrl-C.")
+@click.pass_context
+def serve(ctx: click.Context, /, **params: Any) -> None:
+    """Start a node and serve until Ctrl-C; the same as `polarnode` with these options and no command.
+
+    \b
+    polarnode serve --cpu
+    polarnode serve --gpus 0-7 --model /models/Qwen3-8B
+
+    Exit codes: 0 when it was stopped; 1 when it could not start; 130 after a second Ctrl-C.
+    """
+    config = serving_config(merged_settings(ctx, params), hint="polarnode serve --cpu")
+    from polarnode.cli.serve import serve as serving
+
+    sys.exit(serving(config))
+
+
+@click.command(short_help="Show what a node does: stages, engines, journal, consumers.")
+@as_json
+@node_address
+def status(as_json: bool, url: str, token: str | None) -> None:
+    """Show the state of a node, or of a fleet's nodes: stages, engines with their KV caches, the journal, how
+    far consumers are behind, and warnings.
+
+    \b
+    polarnode status
+    polarnode status --json | jq .scheduler.live
+
+    resident: sessions that the KV cache holds; displaced: those whose prefix it gave up; held: calls that
+    wait for their session's place. docs/engines.md explains them.
+
+    Exit codes: 0 when it was shown; 1 when the node does not answer.
+    """
+    from polarnode.cli import node_view, remote
+
+    node_view.status(remote.RemoteNode(url=url, token=token), as_json=as_json)
+
+
+@click.command(short_help="List tasks, newest first.")
+@click.option(
+    "--limit", type=click.IntRange(1, 999), default=20, show_default=True, help="Most tasks to show."
+)
+@click.option("--before", metavar="TASK", help="Only tasks older than this one.")
+@as_json
+@node_address
+def tasks(limit: int, before: str | None, as_json: bool, url: str, token: str | None) -> None:
+    """List a node's tasks, newest first, a row each, with the number of their sessions by outcome.
+
+    \b
+    polarnode tasks
+    polarnode tasks --limit 100 --json | jq .tasks[0].task_id
+
+    Exit codes: 0 when they were shown; 1 when the node does not answer.
+    """
+    from polarnode.cli import node_view, remote
+
+    node = remote.RemoteNode(url=url, token=token)
+    node_view.tasks(node, limit=limit, before=before, as_json=as_json)
+
+
+@click.command(short_help="Print the log of a session, of the node or of an engine.")
+@click.argument("target", metavar="[SESSION|node|engine-N]", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Go on as the log grows, until the session is over.")
+@click.option(
+    "--tail",
+    type=click.IntRange(1, 10_000),
+    default=100,
+    show_default=True,
+    help="Lines of the log's end to begin with.",
+)
+@as_json
+@node_address
+def logs(target: str | None, follow: bool, tail: int, as_json: bool, url: str, token: str | None) -> None:
+    """Print the end of a log: what a session's harness printed, running or ended, or the log of the node or
+    one of its engines. Without a name, list the node's own logs.
+
+    \b
+    polarnode logs 4f1c09aa72be3d55 -f
+    polarnode logs node --tail 20
+    polarnode logs engine-0
+    polarnode logs node-1/engine-0 --url http://front:8080
+
+    Exit codes: 0 when it was printed; 1 when there is no such log; 130 after Ctrl-C.
+    """
+    from polarnode.cli import node_view, remote
+
+    if follow and (as_json or target is None):
+        raise click.UsageError("--follow needs one SESSION, node or engine-N, and cannot go with --json")
+    node = remote.RemoteNode(url=url, token=token)
+    node_view.logs(target, node, follow=follow, tail=tail, as_json=as_json)
+
+
+@click.command(short_help="End a task's sessions.")
+@click.argument("task_id", metavar="TASK")
+@as_json
+@node_address
+def cancel(task_id: str, as_json: bool, url: str, token: str | None) -> None:
+    """End the sessions of TASK. Each keeps the turns it has and delivers its trajectory as `cancelled`.
+
+    \b
+    polarnode cancel task-1dcb2842ecd2e338
+
+    Exit codes: 0 when its sessions end, or had ended; 1 when there is no such task.
+    """
+    from polarnode.cli import node_view, remote
+
+    node_view.cancel(task_id, remote.RemoteNode(url=url, token=token), as_json=as_json)
+
+
+@click.command(short_help="Hold generation; sessions wait.")
+@click.option(
+    "--mode",
+    type=click.Choice(MODES),
+    default="in_place",
+    show_default=True,
+    help="What becomes of calls in progress: docs/weights.md.",
+)
+@as_json
+@node_address
+def pause(mode: PauseMode, as_json: bool, url: str, token: str | None) -> None:
+    """Hold generation: calls in progress and new ones wait until `polarnode resume`.
+
+    \b
+    polarnode pause
+    polarnode pause --mode retract
+
+    Exit codes: 0 when generation is held; 1 otherwise.
+    """
+    from polarnode.cli import node_view, remote
+
+    node_view.hold(mode, remote.RemoteNode(url=url, token=token), as_json=as_json)
+
+
+@click.command(short_help="Continue generation after pause.")
+@as_json
+@node_address
+def resume(as_json: bool, url: str, token: str | None) -> None:
+    """Continue generation after `polarnode pause`.
+
+    \b
+    polarnode resume
+
+    Exit codes: 0 when generation goes on; 1 otherwise.
+    """
+    from polarnode.cli import node_view, remote
+
+    node_view.go_on(remote.RemoteNode(url=url, token=token), as_json=as_json)
+
+
+@click.command(short_help="Show the weights served and the last updates.")
+@as_json
+@node_address
+def weights(as_json: bool, url: str, token: str | None) -> None:
+    """Show the version of the weights that is served, whether generation is held, and the last updates.
+
+    \b
+    polarnode weights
+    polarnode weights --json | jq .version
+
+    Exit codes: 0 when they were shown; 1 when the node does not answer.
+    """
+    from polarnode.cli import node_view, remote
+
+    node_view.weights(remote.RemoteNode(url=url, token=token), as_json=as_json)
+
+
+@click.command(short_help="Show how far each consumer is behind.")
+@click.option("--forget", metavar="NAME", help="Delete this consumer first: nothing more is kept for it.")
+@as_json
+@node_address
+def consumers(forget: str | None, as_json: bool, url: str, token: str | None) -> None:
+    """Show the consumers that a node keeps a position for, and how far behind each is.
+
+    \b
+    polarnode consumers
+    polarnode consumers --forget old-trainer
+
+    Exit codes: 0 when they were shown; 1 when there is no consumer to forget, or it reads a stream.
+    """
+    from polarnode.cli import node_view, remote
+
+    node_view.consumers(remote.RemoteNode(url=url, token=token), forget=forget, as_json=as_json)
+
+
+@click.command(short_help="Print a script that completes commands in your shell.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print a script that lets SHELL complete commands and options.
+
+    \b
+    polarnode completion bash >> ~/.bashrc
+    polarnode completion zsh >> ~/.zshrc
+    polarnode completion fish > ~/.config/fish/completions/polarnode.fish
+
+    Exit codes: 0 when it was printed; 2 for another shell.
+    """
+    found = get_completion_class(shell)
+    if found is None:
+        raise click.UsageError(f"this version of click completes no {shell}")
+    click.echo(found(ctx.find_root().command, {}, "polarnode", "_POLARNODE_COMPLETE").source())
+
+
+COMMANDS = (serve, status, tasks, logs, cancel, pause, resume, weights, consumers, completion)
+
+
+def add_verbs(main: click.Group) -> None:
+    """Add them to the command line; `serve` takes what `main` takes without a command."""
+    serve.params = [each for each in main.params if each.name != "version"]
+    for command in COMMANDS:
+        main.add_command(command)

@@ -1,0 +1,195 @@
+"""`polarnode watch`: a line for each session as it ends, and on a terminal a table of those that run.
+
+The events are read in a thread of their own, because the table is drawn anew while none arrives. Lines are
+the same with and without a terminal.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import click
+from attrs import define, field
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from polarnode.cli import output
+from polarnode.cli.output import harmless, open_console
+from polarnode.cli.remote import RemoteNode
+from polarnode.client.blocking import PolarnodeClient
+from polarnode.client.values import Event, Unreachable
+from polarnode.core import codec
+from polarnode.core.conversation import Json
+from polarnode.core.status import LiveSessionStatus
+
+WARNINGS = ("gap", "unreadable")
+PATIENCE_S = 600.0  # for a node that restarts
+REFRESH_S = 1.0  # between two looks at the sessions that run: each is one small request
+TABLE_ROWS = 12  # of sessions that run: the lines of those that ended stay in sight above them
+
+
+def watch(task_id: str | None, consumer: str | None, node: RemoteNode, *, as_json: bool = False) -> None:
+    """Print a line for each event as it arrives; with `task_id`, until that task is done."""
+    client = node.client(patience_s=PATIENCE_S)
+    node.client().status() if task_id is None else node.client().task(task_id)
+    events = client.trajectories(consumer=consumer, task_id=task_id, ack=consumer is not None)
+    console = open_console()
+    if as_json:
+        for event in events:
+            click.echo(codec.dump_json(summary(event)))
+    elif console.is_terminal:
+        _watch_live(client, events, task_id, console)
+    else:
+        for event in events:
+            _print(console, event)
+
+
+def _print(console: Console, event: Event) -> None:
+    console.print(line(event), soft_wrap=True, style="yellow" if event.kind in WARNINGS else "")
+
+
+# ── on a terminal ─────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class EventReader:
+    """Reads events in a thread, until there are no more, or an error ends it."""
+
+    events: Iterator[Event]
+    queue: "SimpleQueue[Event]" = field(factory=SimpleQueue, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    thread: threading.Thread = field(init=False)
+
+    @thread.default
+    def _begin(self) -> threading.Thread:
+        # daemonic: a Ctrl-C ends the process in the middle of a read
+        thread = threading.Thread(target=self._read, daemon=True)
+        thread.start()
+        return thread
+
+    def _read(self) -> None:
+        try:
+            for event in self.events:
+                self.queue.put(event)
+        except Exception as error:  # raised again by `next`, in the thread of the caller
+            self.error = error
+
+    def next(self, wait_s: float) -> Event | None:
+        """The next event, or None after `wait_s`. Raises what ended the reading."""
+        try:
+            return self.queue.get(timeout=wait_s)
+        except Empty:
+            if self.error is not None and self.queue.empty():
+                raise self.error from None
+            return None
+
+    @property
+    def over(self) -> bool:
+        return not self.thread.is_alive() and self.queue.empty()
+
+
+def _watch_live(
+    client: PolarnodeClient, events: Iterator[Event], task_id: str | None, console: Console
+) -> None:
+    reader, ended = EventReader(events), Counter[str]()
+    look = PolarnodeClient(client.base_url, token=client.token, patience_s=0.0)
+    try:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            while not reader.over:
+                live.update(_now(look, task_id), refresh=True)
+                event = reader.next(REFRESH_S)
+                while event is not None:
+                    _print(console, event)
+                    if event.kind == "trajectory":
+                        ended[event.data["outcome"]["status"]] += 1
+                    event = reader.next(0) if not reader.queue.empty() else None
+            reader.next(0)
+    finally:
+        seen = ", ".join(f"{count} {status}" for status, count in ended.most_common())
+        console.print(f"{ended.total()} sessions seen{': ' if seen else ''}{seen}", style="dim")
+
+
+def _now(client: PolarnodeClient, task_id: str | None) -> RenderableType:
+    """The sessions that run, or why nothing is known of them."""
+    try:
+        found = client.status()
+    except Unreachable as error:
+        return Text(f"{error}", style="yellow")
+    if "sessions" not in found:
+        return Text(f"{found['scheduler']['live']} sessions run in the fleet", style="dim")
+    sessions = [codec.structure(each, LiveSessionStatus) for each in found["sessions"]]
+    shown = [each for each in sessions if task_id in (None, each.task_id)]
+    if not shown:
+        return Text("no session runs; waiting for one to end", style="dim")
+    return Group(output.live_table(shown, rows=TABLE_ROWS))
+
+
+# ── lines ─────────────────────────────────────────────────────────────────────
+
+
+def summary(event: Event) -> dict[str, Json]:
+    """An event as JSON for scripts, without tokens."""
+    if event.kind != "trajectory":
+        return {"event": event.kind, "id": event.id, **event.data}
+    value, trajectory = event.data, event.trajectory
+    return {
+        "event": event.kind,
+        "id": event.id,
+        **{name: value[name] for name in ("session_id", "task_id", "group_id", "sample_index", "reward")},
+        "harness": value["harness"]["name"],
+        "outcome": value["outcome"],
+        "turns": len(value["turns"]),
+        "traces": len(value["traces"]),
+        "trainable_tokens": 0 if trajectory is None else trajectory.trainable_tokens,
+    }
+
+
+def line(event: Event) -> str:
+    """An event as one line of text."""
+    match event.kind:
+        case "trajectory":
+            return _trajectory_line(event)
+        case "group":
+            return _group_line(event.data)
+        case "task":
+            counts = ", ".join(f"{count} {status}" for status, count in event.data["counts"].items())
+            return f"task {event.data['task_id']} is done: {counts}"
+        case "gap":
+            return (
+                f"events {event.data['after']} to {event.data['oldest']} are no longer kept: read more often"
+            )
+        case "unreadable":
+            return (
+                f"event {event.seq} ({harmless(event.key)}) cannot be read: {harmless(event.data['reason'])}"
+            )
+    return f"{event.kind}: unknown event, this polarnode is older than the node"
+
+
+def _group_line(data: Mapping[str, Any]) -> str:
+    """A group's line; an older node sends no state."""
+    rewards = " ".join(output.reward_text(reward) for reward in data["rewards"])
+    state, reason = data.get("state"), data.get("reason")
+    why = (
+        ""
+        if state is None
+        else f", {harmless(state)}"
+        if reason is None
+        else f", {harmless(state)} ({harmless(reason)})"
+    )
+    return f"group {data['group_id']} is done{why}: rewards {rewards}"
+
+
+def _trajectory_line(event: Event) -> str:
+    value, trajectory = event.data, event.trajectory
+    trainable = 0 if trajectory is None else trajectory.trainable_tokens
+    head = (
+        f"{value['session_id']} {harmless(value['harness']['name'])} {value['outcome']['status']} reward"
+        f" {output.reward_text(value['reward'])}"
+    )
+    counts = f"turns {len(value['turns'])} traces {len(value['traces'])} trainable {trainable}"
+    if trajectory is None or trajectory.outcome.status == "completed":
+        return f"{head} {counts}"
+    return f"{head} {counts} · {output.why(trajectory.outcome)}"
