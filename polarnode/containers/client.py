@@ -11,6 +11,7 @@ unrecorded container.
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -29,6 +30,10 @@ from polarnode.core.errors import RuntimeFault, boundary
 
 READ = 64 * 1024  # bytes at a time: conmon writes frames of at most 8 KiB, several fit
 BODY_LIMIT = 4 << 20  # bytes of an answer: an inspect is 10 KB
+# on a copy of a prepared container: the time of files placed in it, which is not that of the copy
+LABEL_FILES_TIME = "polarnode.files_time"
+# 1990: images built reproducibly say 1970, and zip archives (wheels among them) begin in 1980
+EARLIEST_S = 631_152_000
 API = "/v4.0.0/libpod"  # the service takes any version in the path, 4 and 5 alike
 
 
@@ -175,6 +180,7 @@ class InitialisedContainer:
 
     pid: int
     layer: Path | None  # None where the storage driver has none, as vfs
+    image: str  # its image's id
 
 
 @define(eq=False)
@@ -215,10 +221,25 @@ class ContainerClient:
             inspected = _checked(client.api.get(f"/containers/{container}/json")).json()
             layer = ((inspected.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
             return InitialisedContainer(
-                pid=int(inspected["State"]["Pid"]), layer=Path(layer) if layer else None
+                pid=int(inspected["State"]["Pid"]),
+                layer=Path(layer) if layer else None,
+                image=str(inspected["Image"]),
             )
 
         return await self._call("init", work)
+
+    async def files_time(self, image: str) -> int:
+        """The modification time of what is placed in containers of an image, in seconds since 1970: just
+        after the image was made, so that it is later than all in it and the same in each container.
+        """
+        inspected = await self._call(
+            "inspect", lambda client: _checked(client.api.get(f"/images/{image}/json")).json()
+        )
+        kept = (inspected.get("Labels") or {}).get(LABEL_FILES_TIME)
+        if kept is not None and str(kept).isdigit():
+            return int(kept)
+        made = datetime.fromisoformat(str(inspected["Created"])).timestamp()
+        return max(int(made) + 1, EARLIEST_S)
 
     async def start(self, container: str) -> None:
         """Let the first process run."""

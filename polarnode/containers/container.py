@@ -294,6 +294,8 @@ def _mount(source: str, target: str, rights: str) -> Json:
 def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
     confined: dict[str, Json] = {
         "netns": {"nsmode": "none"},
+        # else /proc/self/cgroup has the container's id with cgroup v1, another word in each session
+        "cgroupns": {"nsmode": "private"},
         "use_image_resolve_conf": True,  # else this machine's name servers are written into it
         "httpproxy": False,
         "env_host": False,

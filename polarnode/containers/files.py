@@ -11,6 +11,7 @@ bounded in bytes and entries; everything left out is reported.
 import ctypes
 import errno
 import os
+import re
 import stat
 import struct
 import tarfile
@@ -37,7 +38,7 @@ REASONS = {
     errno.EROFS: "it is read-only, as all but the writable places is while a harness runs",
     errno.EXDEV: "another file system is mounted there",
 }
-PASSWD_LIMIT = 1 << 20  # bytes of an image's /etc/passwd
+PASSWD_LIMIT = 1 << 20  # bytes of an image's /etc/passwd, and of /etc/hosts
 FOLDER_MODE = 0o755
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -61,29 +62,46 @@ class ContainerFiles:
     root: int
     shift: int
 
-    def write(self, path: str, content: bytes, owner: Account, mode: int) -> None:
+    def write(self, path: str, content: bytes, owner: Account, mode: int, *, at_s: int | None = None) -> None:
         """Write a whole file and make the folders above it. A link in the way is a RuntimeFault; a file is
-        replaced.
+        replaced. `at_s`: the modification time of what is made, in seconds since 1970; existing folders keep
+        theirs then.
         """
         parts = _parts(path)
         with _explained(f"writing {path}"):
-            folder = self._folders(parts[:-1], owner)
+            folder = self._folders(parts[:-1], owner, at_s)
             try:
-                self._write_in(folder, parts[-1], content, owner, mode)
+                with _time_kept(folder, keep=at_s is not None):
+                    self._write_in(folder, parts[-1], content, owner, mode, at_s)
             finally:
                 os.close(folder)
 
-    def own_top(self) -> None:
+    def own_top(self, at_s: int) -> None:
         """Make `/` itself writable for its owner, as in any other runtime: an overlay's own has the mode
-        0555, which binds root without capabilities.
+        0555, which binds root without capabilities. Its time becomes `at_s`.
         """
+        top = f"/proc/self/fd/{self.root}"
         with _explained("giving / its mode"):
-            os.chmod(f"/proc/self/fd/{self.root}", FOLDER_MODE)
+            os.chmod(top, FOLDER_MODE)
+            os.utime(top, (at_s, at_s))
 
-    def make_folder(self, path: str, owner: Account) -> None:
-        """Make a folder and those above it; an existing one stays as it is."""
+    def make_folder(self, path: str, owner: Account, *, at_s: int | None = None) -> None:
+        """Make a folder and those above it; an existing one stays as it is. `at_s` as in `write`."""
         with _explained(f"making {path}"):
-            os.close(self._folders(_parts(path), owner))
+            os.close(self._folders(_parts(path), owner, at_s))
+
+    def forget_host(self, name: str) -> None:
+        """Take a name out of /etc/hosts, links inside followed; do nothing where there is none."""
+        with (
+            _explained("writing /etc/hosts"),
+            suppress(FileNotFoundError),
+            opened_below(self.root, "/etc/hosts", os.O_RDWR, links=True) as opened,
+        ):
+            before = _read(opened, PASSWD_LIMIT).decode(errors="surrogateescape")
+            after = re.sub(rf"[ \t]+{re.escape(name)}(?=\s|$)", "", before)
+            if after != before:
+                os.ftruncate(opened, 0)
+                os.pwrite(opened, after.encode(errors="surrogateescape"), 0)
 
     def read(self, path: str, limit: int) -> bytes | None:
         """The first `limit` bytes of a plain file; None where there is none, and where a link or a
@@ -140,7 +158,9 @@ class ContainerFiles:
                 )
         return None
 
-    def _write_in(self, folder: int, name: str, content: bytes, owner: Account, mode: int) -> None:
+    def _write_in(
+        self, folder: int, name: str, content: bytes, owner: Account, mode: int, at_s: int | None
+    ) -> None:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise RuntimeFault(f"{name} is there already and is no plain file")
@@ -151,27 +171,43 @@ class ContainerFiles:
             os.fchown(opened, self.shift + owner.uid, self.shift + owner.gid)
             os.fchmod(opened, mode)
             file.write(content)
+            if at_s is not None:
+                file.flush()
+                os.utime(opened, (at_s, at_s))
 
-    def _folders(self, parts: list[str], owner: Account) -> int:
+    def _folders(self, parts: list[str], owner: Account, at_s: int | None) -> int:
         """An open descriptor of the folder, which is made where it is missing."""
         current = os.dup(self.root)
         for part in parts:
             try:
-                below = self._folder(current, part, owner)
+                below = self._folder(current, part, owner, at_s)
             finally:
                 os.close(current)
             current = below
         return current
 
-    def _folder(self, above: int, name: str, owner: Account) -> int:
+    def _folder(self, above: int, name: str, owner: Account, at_s: int | None) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             return _open_in(above, name, flags)
         except FileNotFoundError:
-            os.mkdir(name, FOLDER_MODE, dir_fd=above)
+            with _time_kept(above, keep=at_s is not None):
+                os.mkdir(name, FOLDER_MODE, dir_fd=above)
         opened = _open_in(above, name, flags)
         os.fchown(opened, self.shift + owner.uid, self.shift + owner.gid)
+        if at_s is not None:
+            os.utime(opened, (at_s, at_s))
         return opened
+
+
+@contextmanager
+def _time_kept(folder: int, *, keep: bool) -> Iterator[None]:
+    """Give an open folder back the modification time that it has now."""
+    before = os.fstat(folder)
+    yield
+    if keep:
+        # the root may be open as a path alone, which has no utime of its own
+        os.utime(f"/proc/self/fd/{folder}", ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from urllib.parse import urlencode
 import trio
 from attrs import define, field, frozen
 
-from polarnode.containers.client import call
+from polarnode.containers.client import LABEL_FILES_TIME, call
 from polarnode.containers.container import IDS, LABEL_OWNER, Owner, read_owner
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core import codec
@@ -449,6 +449,7 @@ class PodmanCopies:
             "changes": [
                 f"LABEL {LABEL_PREPARED}={time.time():.0f}",
                 f"LABEL {LABEL_OWNER}={self.owner.label()}",
+                f"LABEL {LABEL_FILES_TIME}={runtime.files_time}",
             ],
         }
         async with self.limiter:

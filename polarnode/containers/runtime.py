@@ -22,7 +22,7 @@ from pathlib import Path
 import trio
 from attrs import define, field
 
-from polarnode.containers.client import ContainerClient
+from polarnode.containers.client import ContainerClient, InitialisedContainer
 from polarnode.containers.container import (
     FIRST_SHIFT,
     IDS,
@@ -54,10 +54,11 @@ from polarnode.containers.sealing import SealState, seal, unseal
 from polarnode.core.errors import EvaluatorError, RuntimeFault, boundary
 from polarnode.core.ports import Ended
 from polarnode.core.task import RuntimeSpec
-from polarnode.support.bounded import open_bounded_log
+from polarnode.support.bounded import open_bounded_log, remember
 
 # bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
 OUTPUT_LIMIT = 32 << 20
+FILES_TIMES = 10_000  # images whose time is cached: more than a store has
 # bytes to copy of what a session changed in its workspace, or twice its disk limit, because a session that
 # wrote too much is evaluated too
 COPY_LIMIT = 8 << 30
@@ -81,6 +82,7 @@ class PodmanRuntime:
     workdir: str
     user: str
     account: Account
+    files_time: int  # the modification time of placed files, in seconds since 1970
     expires: float
     base_url: str = f"http://{ENDPOINT_HOST}:{ENDPOINT_PORT}"
     _inside: Inside
@@ -191,9 +193,21 @@ class PodmanRuntime:
         """Write files by absolute path, and the folders they need, owned by `user` (default: the
         runtime's).
         """
+        await self._write(files, user, mode, at_s=None)
+
+    async def place(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
+        """Write files that a session begins with, as the runtime's user: as `put`, but with a modification
+        time that all containers of the image have in common, so that a listing says the same in each.
+        """
+        await self._write(files, None, mode, at_s=self.files_time)
+
+    async def _write(
+        self, files: Mapping[str, bytes], user: str | None, mode: int, *, at_s: int | None
+    ) -> None:
         owner = await self._account(user)
         for path, content in files.items():
-            await trio.to_thread.run_sync(self._files.write, path, content, owner, mode)
+            write = partial(self._files.write, path, content, owner, mode, at_s=at_s)
+            await trio.to_thread.run_sync(write)
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
         """A plain file's first `limit` bytes; None where there is none. No link in the path is followed."""
@@ -369,6 +383,7 @@ class Starter:
     alive: set[str] = field(factory=set, init=False)
     frozen: set[str] = field(factory=set, init=False)
     _shift: Iterator[int] = field(factory=_shifts, init=False)
+    _files_times: dict[str, int] = field(factory=dict, init=False)  # of images, by id
 
     async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
         """A fresh runtime. If it raises RuntimeFault, nothing of the runtime remains."""
@@ -378,14 +393,16 @@ class Starter:
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._discard, name)
             expires = trio.current_time() + lifetime_s
-            inside, layer = await self._made(
+            inside, initialised = await self._made(
                 shape, name, session_id=session_id, lifetime_s=lifetime_s, shift=shift
             )
+            layer = initialised.layer
             undo.callback(inside.close)
+            files_time = await self._files_time(initialised.image)
             endpoint = await open_model_endpoint(inside.pid)
             undo.callback(endpoint.close)
             files = ContainerFiles(root=inside.root, shift=shift)
-            account = await trio.to_thread.run_sync(_prepare, files, shape)
+            account = await trio.to_thread.run_sync(_prepare, files, shape, name, files_time)
             await self.client.start(name)
             undo.pop_all()
         freeze = Freeze(
@@ -401,6 +418,7 @@ class Starter:
             workdir=shape.workdir,
             user=shape.user,
             account=account,
+            files_time=files_time,
             expires=expires,
             inside=inside,
             files=files,
@@ -413,10 +431,8 @@ class Starter:
 
     async def _made(
         self, shape: Shape, name: str, *, session_id: str, lifetime_s: float, shift: int
-    ) -> tuple[Inside, Path | None]:
-        """Make a container with its namespaces and volumes, in which nothing runs yet; also its layer's
-        folder.
-        """
+    ) -> tuple[Inside, InitialisedContainer]:
+        """Make a container with its namespaces and volumes, in which nothing runs yet."""
         labels = {LABEL_NODE: self.node_id, LABEL_SESSION: session_id, LABEL_OWNER: self.owner.label()}
         with ExitStack() as opened:
             sources = await trio.to_thread.run_sync(
@@ -444,7 +460,12 @@ class Starter:
             except BaseException:
                 inside.close()
                 raise
-        return inside, initialised.layer
+        return inside, initialised
+
+    async def _files_time(self, image: str) -> int:
+        if image not in self._files_times:
+            remember(self._files_times, image, await self.client.files_time(image), most=FILES_TIMES)
+        return self._files_times[image]
 
     def _watch_disk(
         self, name: str, shape: Shape, inside: Inside, layer: Path | None, freeze: Freeze
@@ -478,9 +499,12 @@ class Starter:
         self.alive.discard(name)
 
 
-def _prepare(files: ContainerFiles, shape: Shape) -> Account:
-    """Make the workdir, fix the mode of `/`, and look up the user."""
+def _prepare(files: ContainerFiles, shape: Shape, name: str, files_time: int) -> Account:
+    """Make the workdir, fix the mode of `/`, and look up the user. What a listing shows of these is equal in
+    all containers of an image; so is /etc/hosts, where Podman puts the container's name.
+    """
     account = files.account(shape.user)
-    files.own_top()
-    files.make_folder(shape.workdir, account)
+    files.own_top(files_time)
+    files.forget_host(name)
+    files.make_folder(shape.workdir, account, at_s=files_time)
     return account

@@ -237,7 +237,7 @@ class Session:
         launch = self.order.harness.launch(
             harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home)
         )
-        await runtime.put(launch.files)
+        await runtime.place(launch.files)
         await runtime.seal(self.order.runtime)
         return launch
 

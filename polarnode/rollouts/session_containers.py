@@ -34,12 +34,12 @@ from polarnode.support.concurrency import PrioritySemaphore
 # ── workspace ────────────────────────────────────────────────────────────
 
 
-async def prepare(runtime: Runtime, spec: RuntimeSpec) -> None:
+async def prepare(runtime: PodmanRuntime, spec: RuntimeSpec) -> None:
     """Place the task's files and run its prepare steps. A failing step raises Refused with the end of its
     output: it would fail again.
     """
     for file in spec.files:
-        await runtime.put(
+        await runtime.place(
             {codec.in_workdir(file.path, runtime.workdir): codec.file_bytes(file)}, mode=file.mode
         )
     for index, step in enumerate(spec.prepare):

@@ -48,6 +48,43 @@ def test_a_file_is_written_with_its_folders_and_mode(files: ContainerFiles, root
     assert stat.S_IMODE((root / "work/a/b.sh").stat().st_mode) == 0o600
 
 
+MADE = 1_600_000_000
+
+
+def test_placed_files_have_a_given_time_and_change_no_other(files: ContainerFiles, root: Path) -> None:
+    (root / "work").mkdir()
+    os.utime(root / "work", (MADE - 7, MADE - 7))
+    files.own_top(MADE)
+    files.make_folder("/home/agent", ME, at_s=MADE)
+    for path in ("/work/a", "/work/new/b", "/work/a"):
+        files.write(path, b"x", ME, 0o644, at_s=MADE + 5)
+    times = {path: (root / path).stat().st_mtime for path in ("work", "work/a", "work/new", "work/new/b")}
+    assert times == {
+        "work": MADE - 7,
+        "work/a": MADE + 5,
+        "work/new": MADE + 5,
+        "work/new/b": MADE + 5,
+    }
+    assert [(root / path).stat().st_mtime for path in ("", "home", "home/agent")] == [MADE] * 3
+    files.write("/work/a", b"x", ME, 0o644)
+    assert min((root / path).stat().st_mtime for path in ("work", "work/a")) > MADE + 1_000
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_name_is_taken_out_of_hosts_and_nothing_else(
+    files: ContainerFiles, root: Path, linked: bool
+) -> None:
+    place = root / "etc" / ("real" if linked else "hosts")
+    if linked:
+        (root / "etc/hosts").symlink_to("/etc/real")
+    files.forget_host("polarnode-1f")  # there is none yet
+    place.write_bytes(
+        b"127.0.0.1\tlocalhost\n::1 agent polarnode-1f\n1.1.1.1 polarnode-1f0 polarnode-1f x\xff\n"
+    )
+    files.forget_host("polarnode-1f")
+    assert place.read_bytes() == b"127.0.0.1\tlocalhost\n::1 agent\n1.1.1.1 polarnode-1f0 x\xff\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_ids_are_moved_by_the_namespaces_shift(root: Path) -> None:
     opened = os.open(root, os.O_PATH | os.O_DIRECTORY)

@@ -17,7 +17,7 @@ from polarnode.containers.prepared import PodmanCopies, mend, workspace_of
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes, open_runtimes
 from polarnode.core.errors import Refused
-from polarnode.core.task import PrepareStep, RuntimeSpec
+from polarnode.core.task import FileSpec, PrepareStep, RuntimeSpec
 from polarnode.rollouts import session_containers
 
 pytestmark = pytest.mark.podman
@@ -68,6 +68,32 @@ async def test_a_copy_is_what_it_was_copied_from(runtimes: Runtimes) -> None:
             assert (await second.run(["sh", "-c", "echo new > /work/a/b/f && rm /tmp/t"])).exit_code == 0, (
                 "and it is his"
             )
+
+
+LISTED = """
+cd /work; ls -la --time-style=full-iso . sub ~/.conf; cat /etc/hosts /etc/hostname /proc/self/cgroup
+find /etc /home /opt /root /srv /usr /var -xdev -type f -newer given | grep -v "^/etc/host"
+"""
+
+
+@pytest.mark.parametrize("steps", [(), (":",)])
+async def test_what_sessions_begin_with_says_the_same_in_each_and_is_newer_than_the_image(
+    runtimes: Runtimes, steps: tuple[str, ...]
+) -> None:
+    files = tuple(FileSpec(path=path, text="x") for path in ("given", "sub/deep/x"))
+    task_spec = evolve(spec(*steps, files=files), **({} if steps else {"prepare": ()}))
+    seen = set()
+    for session in ("first", "second"):
+        async with opened(runtimes, task_spec, session) as runtime:
+            await runtime.place({f"{runtime.home}/.conf/settings.json": b"{}"})
+            seen.add((await runtime.run(["sh", "-c", LISTED])).stdout)
+            await runtime.put({"/work/later": b"x"})
+            newer = (await runtime.run(["find", "/work", "-type", "f", "-newer", "/work/given"])).stdout
+            assert newer == b"/work/later\n", "what is put later has the true time"
+    (only,) = seen
+    assert all(name in only for name in (b"given", b"settings.json", b"agent"))
+    assert not any(name in only for name in (b"polarnode", b"libpod"))
+    assert only.rstrip().endswith(b":/"), "nothing of the image is newer"
 
 
 async def test_the_first_prepares_and_the_others_start_from_its_copy(runtimes: Runtimes) -> None:

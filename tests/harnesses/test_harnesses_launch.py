@@ -314,6 +314,10 @@ def test_telemetry_and_updates_are_off() -> None:
     }
     for name in ("mini_swe_agent", "openhands_sdk"):
         assert env[name]["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
+    shares = [env["qwen_code"][f"QWEN_MEMORY_PRESSURE_{each}"] for each in ("SOFT", "HARD", "CRITICAL")]
+    assert sorted(set(shares)) == shares
+    assert min(map(float, shares)) > 0.9, "history is not rewritten for memory that the container has"
+    assert max(map(float, shares)) <= 0.98, "more is refused, and the defaults come back"
     assert (env["pi"]["PI_TELEMETRY"], env["qwen_code"]["QWEN_TELEMETRY_ENABLED"]) == ("0", "false")
 
 

@@ -124,6 +124,9 @@ class MemoryRuntime:
                 raise RuntimeFault(f"writing {path}: it is read-only")
             self.files[path], self.owners[path], self.modes[path] = content, user or self.user, mode
 
+    async def place(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
+        await self.put(files, mode=mode)
+
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
         await trio.lowlevel.checkpoint()
         return None if path in self.links or path not in self.files else self.files[path][:limit]
