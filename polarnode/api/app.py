@@ -25,7 +25,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
-from polarnode.api.query import MOST_LINES, MOST_TASKS, PARQUET, Kind, read_query
+from polarnode.api.query import MOST_LINES, MOST_TASKS, PARQUET, Begin, Kind, read_query
 from polarnode.api.service import Unauthorized, answer_error
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
@@ -62,6 +62,10 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
         {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
     ),
     "after": _one("Begin after this sequence number.", _COUNT),
+    "begin": _one(
+        "Where to begin without `after` and without a consumer's position.",
+        {**_enum(get_args(Begin)), "default": "oldest"},
+    ),
     "follow": _one(
         "false: end the stream when no more events are stored.", {"type": "boolean", "default": True}
     ),

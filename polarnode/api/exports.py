@@ -315,6 +315,8 @@ class _Attended(AsyncIterator[bytes]):
 
 async def _events(journal: "Journal", query: Query, start: int) -> AsyncGenerator[bytes, None]:
     yield b": polarnode\n\n"  # send the headers at once, so that the client knows it is connected
+    if query.begin == "newest":  # a reader that reconnects before the first event begins here again
+        yield b"id: %d\n\n" % start
     seen, last_write = start, trio.current_time()
     while True:
         last_round = not query.follow and await _nothing_to_come(journal, query.task_id)

@@ -264,7 +264,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ),
     ("GET", "/v1/trajectories/stream"): Operation(
         summary="Stream events as they are published, without end or until there are no more.",
-        query=("consumer", "after", "follow", "kinds", *_ARRAYS, "format", *FILTERS),
+        query=("consumer", "after", "begin", "follow", "kinds", *_ARRAYS, "format", *FILTERS),
         headers=("Last-Event-ID",),
         content="text/event-stream",
     ),

@@ -18,6 +18,7 @@ from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, check_cons
 from polarnode.trainers import FORMATS
 
 Kind = Literal["trajectories", "sft", "rewards"]
+Begin = Literal["oldest", "newest"]
 PARQUET: Final = "parquet"
 
 
@@ -27,6 +28,7 @@ class Query:
 
     consumer: str | None = None
     after: int | None = None
+    begin: Begin = "oldest"  # where nothing else says where to begin
     follow: bool = True
     task_id: str | None = None
     group_id: str | None = None
@@ -142,6 +144,7 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "turns": get_args(Turns),
     "format": (*FORMATS, PARQUET),
     "kind": get_args(Kind),
+    "begin": get_args(Begin),
     "state": get_args(GroupState),
 }
 
@@ -163,6 +166,7 @@ def _kinds(name: str, text: str) -> tuple[str, ...]:
 READERS: Mapping[str, Callable[[str, str], Any]] = {
     "consumer": _consumer,
     "after": _count,
+    "begin": _one_of,
     "follow": _flag,
     "task_id": _text,
     "group_id": _text,

@@ -117,31 +117,31 @@ class Routes:
     # ── trajectories ──────────────────────────────────────────────────────────
 
     async def stream(self) -> Response:
-        query = check_format(
-            read_query(
-                request.args, "consumer", "after", "follow", "kinds", "arrays", "turns", "format", *FILTERS
-            )
-        )
+        options = ("consumer", "after", "begin", "follow", "kinds", "arrays", "turns", "format", *FILTERS)
+        query = check_format(read_query(request.args, *options))
+        if query.after is not None and query.begin == "newest":
+            raise Refused("begin cannot go with after: send one of them", path="?begin")
         # before `after`: a browser repeats the first URL and adds the header
         start = last_event_id(request.headers.get("Last-Event-ID"))
         start = query.after if start is None else start
+        default = self.service.journal.last_seq if query.begin == "newest" else 0
         if query.consumer is not None:
-            position = await self._position(query.consumer)
+            position = await self._position(query.consumer, default)
             start = position if start is None else start
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return Response(
-            event_stream(self.service.journal, query, start or 0),
+            event_stream(self.service.journal, query, default if start is None else start),
             200,
             headers,
             content_type="text/event-stream",
         )
 
-    async def _position(self, consumer: str) -> int:
-        """A consumer's position. A new consumer is created, so that no event it has not read is pruned as
-        acknowledged by all.
+    async def _position(self, consumer: str, default: int) -> int:
+        """A consumer's position. A new consumer is created after event `default`, so that no event it has not
+        read is pruned as acknowledged by all.
         """
         if consumer not in self.service.journal.statistics().positions:
-            return await self.service.journal.acknowledge(consumer, 0)
+            return await self.service.journal.acknowledge(consumer, default)
         return await self.service.journal.position(consumer)
 
     async def acknowledge(self) -> Response:

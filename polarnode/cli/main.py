@@ -290,16 +290,19 @@ def submit(sources: tuple[Path, ...], url: str, token: str | None, **params: Any
     metavar="NAME",
     help="Acknowledge what is printed under this name; the next watch continues after it.",
 )
+@click.option("--newest", is_flag=True, help="Leave out what ended before; a known --consumer goes on.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per event, without tokens.")
 @node_address
-def watch(task_id: str | None, consumer: str | None, as_json: bool, url: str, token: str | None) -> None:
+def watch(
+    task_id: str | None, consumer: str | None, newest: bool, as_json: bool, url: str, token: str | None
+) -> None:
     """Print the sessions of a node, one line each: first those that have ended, then each as it ends, with
     the reason where it did not complete. On a terminal a table of those that run stands below.
 
     \b
     polarnode watch
     polarnode watch --task task-1dcb2842ecd2e338
-    polarnode watch --json | jq .reward
+    polarnode watch --newest --json | jq .reward
 
     Ends with Ctrl-C, or with --task when the task is done.
 
@@ -308,7 +311,8 @@ def watch(task_id: str | None, consumer: str | None, as_json: bool, url: str, to
     """
     from polarnode.cli import remote, watching
 
-    watching.watch(task_id, consumer, remote.RemoteNode(url=url, token=token), as_json=as_json)
+    node = remote.RemoteNode(url=url, token=token)
+    watching.watch(task_id, consumer, node, newest=newest, as_json=as_json)
 
 
 @main.command(short_help="Write a node's trajectories as JSONL, Parquet or SFT data.")

@@ -19,6 +19,7 @@ from rich.text import Text
 from polarnode.cli import output
 from polarnode.cli.output import harmless, open_console
 from polarnode.cli.remote import RemoteNode
+from polarnode.client.api import NEWEST
 from polarnode.client.blocking import PolarnodeClient
 from polarnode.client.values import Event, Unreachable
 from polarnode.core import codec
@@ -31,11 +32,19 @@ REFRESH_S = 1.0  # between two looks at the sessions that run: each is one small
 TABLE_ROWS = 12  # of sessions that run: the lines of those that ended stay in sight above them
 
 
-def watch(task_id: str | None, consumer: str | None, node: RemoteNode, *, as_json: bool = False) -> None:
+def watch(
+    task_id: str | None,
+    consumer: str | None,
+    node: RemoteNode,
+    *,
+    newest: bool = False,
+    as_json: bool = False,
+) -> None:
     """Print a line for each event as it arrives; with `task_id`, until that task is done."""
     client = node.client(patience_s=PATIENCE_S)
     node.client().status() if task_id is None else node.client().task(task_id)
-    events = client.trajectories(consumer=consumer, task_id=task_id, ack=consumer is not None)
+    after = NEWEST if newest else None
+    events = client.trajectories(consumer=consumer, task_id=task_id, after=after, ack=consumer is not None)
     console = open_console()
     if as_json:
         for event in events:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import define, evolve, field, frozen
 
@@ -336,6 +336,7 @@ def resume() -> ClientRequest[WeightsStatus]:
 # ── api ────────────────────────────────────────────────────────────
 
 STREAM = "/v1/trajectories/stream"
+NEWEST: Final = "newest"  # as `after`: begin after all events there are
 # between two looks at an evaluation: the first of a quick one, the last of one that takes hours
 EVALUATION_POLL_S, EVALUATION_POLL_MOST_S = 0.2, 5.0
 
@@ -371,9 +372,10 @@ class Reading:
             kinds=",".join(kinds) or None,
             task_id=self.task_id,
             group_id=self.group_id,
+            begin=NEWEST if self.after == NEWEST else None,
             **filters,
         )
-        after = None if self.after is None else Position.read(str(self.after), "after")
+        after = None if self.after in (None, NEWEST) else Position.read(str(self.after), "after")
         return Following(path=STREAM + query, after=after, goes_on=self.goes_on)
 
 

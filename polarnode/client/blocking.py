@@ -167,7 +167,8 @@ class PolarnodeClient:
         """Yield events in order: without end, or, with a `task_id` or follow=False, until there are no more.
 
         * `after`: begin after this event's `id`, or a node's event number. Otherwise begin after the
-          position of `consumer`, or at the oldest event.
+          position of `consumer`, or at the oldest event. "newest": a `consumer` that has a position goes on
+          from it; any other reader begins after all events there are now.
         * `task_id`, `group_id`, `outcome`, `min_reward`: yield only events that match.
         * `kinds`: yield only these kinds. `attempt` and `reward` events come only when they are named here.
         * `arrays`: how arrays travel: "base64" (compact) or "json" (lists).

@@ -111,6 +111,13 @@ class Life:
 LIFE: Final = Life()
 
 
+@frozen
+class Begun:
+    """Where a stream begins, on the wire before its first event."""
+
+    position: Position
+
+
 @define(eq=False)
 class Decoder:
     """Decodes one body of server-sent events. Bytes after the last blank line were cut off, and are
@@ -123,7 +130,7 @@ class Decoder:
     _id: str | None = field(default=None, init=False)
     _data: list[bytes] = field(factory=list, init=False)
 
-    def feed(self, data: bytes) -> Iterator[Block | Life]:
+    def feed(self, data: bytes) -> Iterator[Block | Life | Begun]:
         """Yield what is complete. Consume all of it before feeding more."""
         for whole in self._lines.feed(data):
             line = whole.removesuffix(b"\r")
@@ -134,7 +141,7 @@ class Decoder:
                 f"an event of the stream is larger than {MOST_BYTES >> 20} MiB: is this polarnode?"
             )
 
-    def _line(self, line: bytes) -> Iterator[Block | Life]:
+    def _line(self, line: bytes) -> Iterator[Block | Life | Begun]:
         if not line:
             yield from self._block()
             return
@@ -150,7 +157,9 @@ class Decoder:
             case b"data":
                 self._data.append(value)
 
-    def _block(self) -> Iterator[Block]:
+    def _block(self) -> Iterator[Block | Begun]:
+        if self._id is not None and not self._data:
+            yield Begun(_position_of(self._id))
         if self._data:
             yield Block(
                 kind=self._kind or "message",
@@ -177,10 +186,7 @@ def read_event(block: Block) -> Event:
 
 
 def _event(block: Block, value: dict[str, Any]) -> Event:
-    try:
-        position = Position.read(block.id or "")
-    except Refused:
-        raise _garbled("it has no number") from None
+    position = _position_of(block.id or "")
     journal = ALONE if ALONE in position.parts else str(value.get("journal"))
     if journal not in position.parts:
         raise _garbled("its position does not name its journal")
@@ -196,6 +202,13 @@ def _event(block: Block, value: dict[str, Any]) -> Event:
         id=block.id or "",
         size=len(block.data),
     )
+
+
+def _position_of(text: str) -> Position:
+    try:
+        return Position.read(text)
+    except Refused:
+        raise _garbled("it has no number") from None
 
 
 def _garbled(why: str) -> Unreachable:
@@ -232,7 +245,9 @@ class Follower:
     following: Following
     patience: Patience
     position: Position | None = field(init=False)
-    _pieces: Iterator[Block | Life] | None = field(default=None, init=False)  # None while nothing is open
+    _pieces: Iterator[Block | Life | Begun] | None = field(
+        default=None, init=False
+    )  # None while nothing is open
     _decoder: Decoder = field(factory=Decoder, init=False)
     _greeted: bool = field(default=False, init=False)
 
@@ -277,6 +292,9 @@ class Follower:
                     self.patience.renew()
                 self._greeted = True
                 return LIFE
+            if isinstance(piece, Begun):
+                self.position = self.position or piece.position
+                continue
             event = read_event(piece)
             if (
                 event.kind == "gap"

@@ -138,6 +138,10 @@ class Roster:
         member = self.of_journal(journal)
         return journal if member is None else member.name
 
+    def newest(self) -> dict[str, int]:
+        """The number of the last event of each node that ever answered, by journal."""
+        return {each.journal: each.last_seq for each in self.reports()}
+
     def reports(self) -> list[NodeReport]:
         """The last report of every member that ever answered."""
         return [each.report for each in self.members.values() if each.report is not None]

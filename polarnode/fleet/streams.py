@@ -27,7 +27,7 @@ from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, PolarnodeError, Refused
 from polarnode.core.fleet import CopyRow, CopyRows
-from polarnode.core.positions import ALONE, Position
+from polarnode.core.positions import ALONE, MOST_NUMBER, Position
 from polarnode.core.status import Consumer, Consumers
 from polarnode.fleet.link import Link
 from polarnode.http.asgi import RouteRow, body_json
@@ -167,6 +167,7 @@ ROSTER_S: Final = 0.2  # between looks at the roster: a node that joined is read
 ROUND_S: Final = 1.0  # before the nodes are read again for a task that moves
 PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)  # as the client's
 GREETING: Final = b": polarnode\n\n"
+BEGUN: Final = b"id: %b\n\n"  # after it, where a reader begins at the newest event
 
 
 class Nodes(Protocol):
@@ -185,6 +186,9 @@ class Nodes(Protocol):
     def name_of(self, journal: str) -> str:
         """The name of the node that has a journal."""
 
+    def newest(self) -> Mapping[str, int]:
+        """The number of the last event of each node, as it last reported it, by journal."""
+
 
 @define(eq=False, kw_only=True)
 class Merged(AsyncIterator[bytes]):
@@ -198,6 +202,7 @@ class Merged(AsyncIterator[bytes]):
     start: Position
     follow: bool = True
     task_id: str | None = None
+    announced: bool = False  # whether the reader is sent where it begins
     _merge: Merge = field(factory=Merge, init=False)
     _seen: dict[str, int] = field(factory=dict, init=False)  # the last number read, by journal
     _reading: dict[str, tuple[Link, trio.CancelScope]] = field(factory=dict, init=False)
@@ -214,7 +219,8 @@ class Merged(AsyncIterator[bytes]):
             self._seen = {each: number for each, number in self.start.parts.items() if each != ALONE}
             self._merge.position = Position(dict(self._seen))
             self.nursery.start_soon(self._run, self._scope)
-            return GREETING
+            begun = BEGUN % self._merge.position.text.encode() if self.announced else b""
+            return GREETING + begun
         while True:
             piece = next(self._pieces, None) or self._take()
             if piece is not None:
@@ -424,11 +430,17 @@ class StreamRoutes:
         await trio.lowlevel.checkpoint()
         given = dict(request.args.items())
         after = given.pop("after", None)
-        options = ("consumer", "after", "follow", "kinds", "arrays", "turns", "format", *FILTERS)
+        options = ("consumer", "after", "begin", "follow", "kinds", "arrays", "turns", "format", *FILTERS)
         query = check_format(read_query(given, *options))
         # before `after`: a browser repeats the first URL and adds the header
         last = request.headers.get("Last-Event-ID")
         start = _position(last, "?Last-Event-ID") if last else _position(after or "v", "?after")
+        if after is not None and query.begin == "newest":
+            raise Refused("begin cannot go with after: send one of them", path="?begin")
+        newest = query.begin == "newest" and not last
+        if newest and (query.consumer is None or await self._is_new(query.consumer)):
+            start = await self._newest()
+        given.pop("begin", None)  # nodes are sent numbers
         body = Merged(
             roster=self.roster,
             nursery=self.nursery,
@@ -436,9 +448,36 @@ class StreamRoutes:
             start=start,
             follow=query.follow,
             task_id=query.task_id,
+            announced=newest,
         )
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return Response(body, 200, headers, content_type="text/event-stream")
+
+    async def _is_new(self, consumer: str) -> bool:
+        """Whether no node knows a consumer. Then it is created on each, after the node's newest event. Raises
+        Busy where a node does not answer: it may know the consumer.
+        """
+        known, failed = await self._consumers()
+        if consumer in known:
+            return False
+        nodes = self.roster.readable()
+        if not failed:
+            # a number beyond a journal's last event is taken as that event's
+            body = {"consumer": consumer, "seq": MOST_NUMBER}
+            calls: dict[str, Call] = dict.fromkeys(nodes, ("POST", "/v1/trajectories/ack", body))
+            _, failed = await everywhere(nodes, calls, Acknowledged)
+            _raise_refusals(failed)
+        if failed:
+            raise Busy(f"a node does not answer: {next(iter(failed.values()))}", retry_after=ASK_S)
+        return True
+
+    async def _newest(self) -> Position:
+        """The last event of each node now; of one that does not answer, as it last reported it."""
+        nodes = self.roster.readable()
+        calls: dict[str, Call] = dict.fromkeys(nodes, ("GET", "/v1/status", None))
+        found, _ = await everywhere(nodes, calls, dict)
+        now = {journal: int(each["journal"]["last_seq"]) for journal, each in found.items()}
+        return Position({**self.roster.newest(), **now})
 
     async def acknowledge(self) -> Response:
         """Answer when every node that is reached has it on disk; the others are `pending`."""

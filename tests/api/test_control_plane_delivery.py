@@ -301,3 +301,34 @@ def test_small_events_leave_together_and_large_ones_in_pieces() -> None:
         for event in (*small, large, *small)
     )
     assert EventPage(events=small, seen=4, first_seq=1, last_seq=4).follows(0)
+
+
+# ── beginning at the newest event ─────────────────────────────────────────────
+
+
+async def test_a_new_reader_may_begin_at_the_newest_event(tmp_path: Path) -> None:
+    async with open_plane(tmp_path / "journal.sqlite") as plane:
+        caller = Caller(url=plane.url)
+        await publish(plane.journal, "old")
+        begun = plane.journal.last_seq
+        async with (
+            caller.stream(begin="newest") as stream,
+            caller.stream(begin="newest", consumer="c") as other,
+        ):
+            assert (await stream.block())["comment"] == "polarnode"
+            assert await stream.block() == {"id": str(begun)}, "where a browser begins again"
+            await publish(plane.journal, "new")
+            for each in (stream, other):
+                assert (await each.event())["data"]["key"] == "trajectory:new"
+        assert (await caller.get("/v1/consumers")).json()["consumers"][0]["position"] == begun
+        # a consumer that has a position goes on from it
+        async with caller.stream(begin="newest", consumer="c", follow="false") as stream:
+            assert "trajectory:new" in await stream.rest()
+        headers = {"Last-Event-ID": "0"}
+        async with caller.stream(headers, begin="newest", follow="false") as stream:
+            assert (await stream.rest())[0] == "trajectory:old"
+        both = await caller.get("/v1/trajectories/stream", begin="newest", after=0)
+        assert (both.status, both.json()["error"]["message"]) == (
+            400,
+            "begin cannot go with after: send one of them",
+        )

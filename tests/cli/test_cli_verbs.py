@@ -263,6 +263,18 @@ async def test_why_a_session_failed_is_on_the_line_of_watch(tmp_path: Path) -> N
     assert "traces" not in raw[0] or isinstance(raw[0]["traces"], int)
 
 
+async def test_watch_may_leave_out_what_ended_before(tmp_path: Path) -> None:
+    async with running(tmp_path) as here:
+        await here.submit(task_id="t", samples=1, seconds=0.05)
+        await here.over("t")
+        first = await here.done("watch", "--task", "t", "--newest", "--consumer", "late")
+        await here.submit(task_id="u", samples=1, seconds=0.05)
+        await here.over("u")
+        then = (await here.done("watch", "--task", "u", "--newest", "--consumer", "late")).splitlines()
+    assert first == ""
+    assert [line.split()[0] for line in then[1:]] == ["group", "task"]
+
+
 def test_the_line_of_a_failed_session_has_the_last_line_of_its_log() -> None:
     from polarnode.core.codec import trajectory_json
 

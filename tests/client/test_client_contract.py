@@ -408,3 +408,31 @@ def test_logs_are_read_piece_by_piece(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(ClientError, match="no log is called 'no/thing'") as missing:
         client.node_log("no/thing")
     assert missing.value.status == 404
+
+
+def test_a_client_begins_at_the_newest_event_and_keeps_its_place(bench: Bench) -> None:
+    client = bench.client()
+    bench.node.publish("old")
+    assert list(client.trajectories(after="newest", follow=False)) == []
+    stream = client.trajectories(after="newest", consumer="fresh", ack=True, follow=False)
+    assert list(stream) == []
+    bench.node.publish("new")
+    assert [each.key for each in client.trajectories(consumer="fresh", follow=False)] == ["trajectory:new"]
+    again = client.trajectories(after="newest", consumer="fresh", follow=False)
+    assert [each.key for each in again] == ["trajectory:new"], "it has a position"
+
+
+def test_a_reader_that_lost_its_first_connection_begins_where_it_began(kind: str) -> None:
+    asked: list[bytes] = []
+
+    def answer(request: bytes, number: int) -> bytes | None:
+        asked.append(request)
+        begun = chunked(b": polarnode\n\n", b"id: 7\n\n")
+        return begun if number == 0 else chunked(b": polarnode\n\n", event(8), end=True)
+
+    with answering(answer) as url, open_client(kind, url, token="secret", patience_s=20.0) as client:
+        found = next(iter(client.trajectories(after="newest")))
+    assert found.seq == 8
+    assert b"begin=newest" in asked[0]
+    assert last_id(asked[0]) == 0
+    assert last_id(asked[1]) == 7

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import attrs
 import pytest
@@ -14,6 +16,7 @@ from fleet_kit import fleet_here, hollow_task
 from sources_kit import DATA
 
 from polarnode.client import ClientError
+from polarnode.client.values import read_error
 from polarnode.core.codec import read_json
 from polarnode.core.errors import Refused
 
@@ -216,3 +219,28 @@ def test_logs_of_sessions_and_nodes_are_read(trainer: Trainer) -> None:
         with pytest.raises(ClientError, match="look at GET /v1/logs") as missing:
             client.node_log(wrong)
         assert missing.value.status == 404
+
+
+def test_a_fresh_reader_of_a_used_fleet_begins_at_the_newest_event(trainer: Trainer) -> None:
+    client, consumer = trainer.client(), f"{trainer.mark}-fresh"
+    client.submit(trainer.task("old", samples=1))
+    of(trainer, client, "old")
+    assert list(client.trajectories(after="newest", consumer=consumer, follow=False)) == []
+    assert list(client.trajectories(after="newest", follow=False)) == []
+    client.submit(trainer.task("new", samples=1))
+    of(trainer, client, "new")
+    again = client.trajectories(after="newest", consumer=consumer, follow=False)
+    tasks = {event.key for event in again if event.kind == "group"}
+    assert tasks == {f"group:{trainer.mark}-new"}
+    with pytest.raises(ClientError, match="begin cannot go with after"):
+        raise_of(trainer.url)
+
+
+def raise_of(url: str) -> None:
+    """Ask a front for what no client of ours asks."""
+    request = Request(f"{url}/v1/trajectories/stream?begin=newest&after=0")
+    request.add_header("Authorization", f"Bearer {TOKEN}")
+    try:
+        urlopen(request, timeout=30)
+    except HTTPError as error:
+        raise read_error(error.code, error.reason, {}, error.read()) from error

@@ -113,6 +113,8 @@ class FakeNode:
             return {"position": self.acked[whose], "id": str(self.acked[whose]), "pending": []}
         if path.startswith("/v1/fleet/tasks"):
             return {"tasks": []}
+        if path == "/v1/status":
+            return {"journal": {"last_seq": len(self.sizes)}}
         if method == "DELETE":
             return {"forgotten": self.acked.pop(path.rpartition("/")[2], None) is not None}
         return {"consumers": [{"consumer": each, "position": at} for each, at in self.acked.items()]}
@@ -135,6 +137,9 @@ class FakeRoster:
 
     def name_of(self, journal: str) -> str:
         return journal
+
+    def newest(self) -> Mapping[str, int]:
+        return {each: len(node.sizes) for each, node in self.nodes.items()}
 
 
 @define(eq=False)

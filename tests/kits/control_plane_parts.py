@@ -285,7 +285,7 @@ class Stream:
         return {name or "comment": json.loads(value) if name == "data" else value for name, value in pairs}
 
     async def event(self) -> dict[str, Any]:
-        while "comment" in (found := await self.block()):
+        while (found := await self.block()) and "event" not in found:
             pass
         return found
 
