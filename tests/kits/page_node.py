@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trio
 from hollow_node import open_hollow
-from page_samples import write_group, write_long
+from page_samples import HOSTILE, write_group, write_long
 
 from polarnode.core.task import BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.node.config import NodeConfig
@@ -47,6 +47,9 @@ async def main(folder: Path, port: int, token: str | None, long: int) -> None:
         if long:
             write_long(journal, tokenizer, "long", long)
         await journal.flushed()
+        logs = folder / "state" / "sessions"
+        logs.mkdir(exist_ok=True)
+        (logs / "parser-3.log").write_text(f"\x1b[1mstarting\x1b[0m\n 10%\r100%\nKeyError: 'x'\n{HOSTILE}\n")
         live = TaskSpec(
             task_id="live",
             instruction="x",

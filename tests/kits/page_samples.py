@@ -118,7 +118,15 @@ def said(text: str, *, thinking: str = "", call: str | None = None, finish: Any 
 USER = "Mend the parser: `parse('1,,2')` must give ['1', '', '2'], and all tests in test_parse.py must pass. ☃ 日本語"
 
 
-def odd_session(session_id: str, tokenizer: LoadedTokenizer) -> SampleSession:
+WAYS = (
+    "The filter drops empty parts.",
+    "The filter is wrong.",
+    "Maybe csv helps?",
+    "The filter drops everything empty.",
+)
+
+
+def odd_session(session_id: str, tokenizer: LoadedTokenizer, sample: int = 0) -> SampleSession:
     """A session with a sub-agent, a branch, a resumed answer, two versions and hostile text."""
     made = SampleSession(session_id, tokenizer)
     system = Message(role="system", text="You are a careful engineer. Tools: bash.")
@@ -130,7 +138,7 @@ def odd_session(session_id: str, tokenizer: LoadedTokenizer) -> SampleSession:
     seen = Message(
         role="tool", text="def parse(s):\n    return [p for p in s.split(',') if p]\n" * 6, call_id="c1"
     )
-    fix = said("The filter drops empty parts.", call='{"command": "sed -i \'s/ if p//\' parse.py"}')
+    fix = said(WAYS[sample % len(WAYS)], call='{"command": "sed -i \'s/ if p//\' parse.py"}')
     second = made.turn(seen, answer=fix, parent=first, versions=("step-7", "step-8"))
     bad = Message(role="tool", text=HOSTILE, call_id="c1")
     third = made.turn(bad, answer=said(f"The tool printed {HOSTILE}"), parent=second, versions=("step-8",))
@@ -174,7 +182,7 @@ def write_group(
     names = tuple(f"{task_id}-{index}" for index in range(len(rewards)))
     journal.task_submitted(spec, task_id=task_id, session_ids=names, idempotency_key=None)
     for sample, (name, reward) in enumerate(zip(names, rewards, strict=True)):
-        made = odd_session(name, tokenizer)
+        made = odd_session(name, tokenizer, sample)
         outcome = Outcome(status="completed", exit_code=0)
         if reward is None:
             outcome = Outcome(

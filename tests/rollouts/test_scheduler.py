@@ -285,6 +285,11 @@ async def test_sessions_at_a_glance(
         assert (first.phase, first.turns, first.outcome, first.reward) == ("run", 1, None, None)
         assert first.sampled_tokens > 0
         assert (second.phase, second.turns) == ("init", 0)
+        assert first.age_s is not None
+        assert first.age_s >= 15
+        assert first.last_turn_s is not None
+        assert 0 <= first.last_turn_s <= first.phase_s <= first.age_s
+        assert (second.last_turn_s, second.phase_s) == (None, second.age_s)
         assert place.scheduler.sessions("b") == ()
         await place.over()
         assert {

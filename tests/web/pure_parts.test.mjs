@@ -3,8 +3,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const ui = new URL("../../polarnode/web/ui/", import.meta.url);
-const [{ readRoute, sessionLink }, { visible, visibleText }, format, row, colours, { timeline }, { tally }, { trainedShares }] = await Promise.all(
-  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap"].map((name) => import(new URL(`${name}.js`, ui).href)),
+const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }] = await Promise.all(
+  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree"].map((name) => import(new URL(`${name}.js`, ui).href)),
 );
 
 const base64 = (array) => Buffer.from(array.buffer).toString("base64");
@@ -142,4 +142,42 @@ test("groups are counted by state, and those that teach nothing", () => {
 test("a minimap's shares are those of the mask", () => {
   assert.deepEqual([...trainedShares(Uint8Array.of(0, 0, 1, 1), 2)], [0, 1]);
   assert.deepEqual([...trainedShares(Uint8Array.of(1, 0), 4)], [1, 1, 0, 0]);
+});
+
+test("a log is shown without the terminal's commands", () => {
+  assert.equal(withoutEscapes("\u001b[1;31mred\u001b[0m\u001b]0;title\u0007 10%\r 20%\nnext\r\nlast"), " 20%\nnext\nlast");
+  assert.equal(withoutEscapes("plain é\n"), "plain é\n");
+});
+
+test("the first difference of two rows is exact", () => {
+  assert.equal(firstDifference(Int32Array.of(1, 2, 3), Int32Array.of(1, 2, 4)), 2);
+  assert.equal(firstDifference(Int32Array.of(1, 2), Int32Array.of(1, 2, 4)), 2);
+  assert.equal(firstDifference(Int32Array.of(), Int32Array.of(1)), 0);
+  const made = trace([..."abcdef"], { turns: [{ turn: 0, start: 1, end: 2 }, { turn: 3, start: 4, end: 5 }] });
+  assert.deepEqual(around(made, 3, 2, 2), { before: "bc", after: "de", more: true });
+  assert.equal(turnAt(made, 0), null);
+  assert.equal(turnAt(made, 3), 0);
+  assert.equal(turnAt(made, 5), 3);
+});
+
+const node = (index, parent, more = {}) => ({ index, parent, kind: "extend", left_out: null, state: "complete", ...more });
+
+test("a tree of turns has a lane for each leaf, and every turn once", () => {
+  const turns = [node(0, null), node(1, 0), node(2, 1), node(3, null), node(4, 2), node(5, 1, { kind: "branch" })];
+  const { nodes, lanes, columns } = tree(turns);
+  assert.deepEqual(nodes.map((each) => each.turn.index).sort(), [0, 1, 2, 3, 4, 5]);
+  assert.equal(lanes, 3);
+  assert.equal(columns, 4);
+  const lane = Object.fromEntries(nodes.map((each) => [each.turn.index, each.lane]));
+  assert.notEqual(lane[4], lane[5]);
+  assert.equal(new Set(nodes.map((each) => `${each.column} ${each.lane}`)).size, nodes.length);
+  for (const each of nodes) if (each.parent !== null) assert.equal(nodes[each.parent].last.index, each.turn.parent);
+  assert.equal(tree([node(7, 6)]).nodes.length, 1); // its parent is damaged
+});
+
+test("of many turns, those that only extend are one node, however many", () => {
+  const turns = Array.from({ length: 20_000 }, (_, index) => node(index, index ? index - 1 : null, index === 10_000 ? { kind: "retry" } : {}));
+  const { nodes } = tree(turns);
+  assert.ok(turns.length > MOST);
+  assert.deepEqual(nodes.map((each) => [each.turn.index, each.count]), [[0, 10_000], [10_000, 10_000]]);
 });

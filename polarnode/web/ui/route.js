@@ -9,7 +9,7 @@
  */
 
 export const VIEWS = ["now", "sessions", "groups"];
-export const TABS = ["overview", "conversation", "tokens"];
+export const TABS = ["overview", "conversation", "tokens", "lineage", "compare", "log"];
 
 /** @param {string} hash @returns {Route} */
 export function readRoute(hash) {

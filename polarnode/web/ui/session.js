@@ -3,7 +3,10 @@ import { html } from "./vendor/htm-preact.js";
 import { clock, count, duration, reward } from "./format.js";
 import { Facts, Panel, Plain, State, Table, Waiting } from "./parts.js";
 import { sessionLink, TABS } from "./route.js";
+import { Compare } from "./compare.js";
 import { Conversation } from "./conversation.js";
+import { Lineage } from "./lineage.js";
+import { Log } from "./log.js";
 import { timeline } from "./timeline.js";
 import { Tokens } from "./tokens.js";
 import { useAnswer, usePolled } from "./use.js";
@@ -39,7 +42,10 @@ function Whole({ route, found }) {
     </nav>
     ${route.tab === "overview" ? html`<${Overview} session=${session} turns=${turns} trajectory=${trajectory} />` : null}
     ${route.tab === "conversation" ? html`<${Conversation} turns=${turns} />` : null}
-    ${route.tab === "tokens" ? html`<${Tokens} route=${route} session=${session} />` : null}`;
+    ${route.tab === "tokens" ? html`<${Tokens} route=${route} session=${session} />` : null}
+    ${route.tab === "lineage" ? html`<${Lineage} id=${session.session_id} turns=${turns} />` : null}
+    ${route.tab === "compare" ? html`<${Compare} session=${session} />` : null}
+    ${route.tab === "log" ? html`<${Log} id=${session.session_id} />` : null}`;
 }
 
 /** @param {{session: any, turns: any[], trajectory: any}} props */

@@ -32,6 +32,16 @@ export function visible(text) {
   return found;
 }
 
+/**
+ * A log as a terminal would show it, without colours: escape sequences are taken out, and a line that was written over
+ * (a progress bar) has its last text.
+ * @param {string} text
+ */
+export function withoutEscapes(text) {
+  // eslint-disable-next-line no-control-regex
+  return text.replace(/\u001b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "").replace(/[^\n]*\r(?!\n)/g, "").replaceAll("\r\n", "\n");
+}
+
 /** One string, for titles and canvases. @param {string} text */
 export function visibleText(text) {
   return visible(text).map((part) => (typeof part === "string" ? part : `‹${part.mark}›`)).join("");
