@@ -25,7 +25,15 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
-from polarnode.api.query import MOST_LINES, MOST_TASKS, PARQUET, Begin, Kind, read_query
+from polarnode.api.query import (
+    MOST_LINES,
+    MOST_TASKS,
+    PARQUET,
+    Begin,
+    Kind,
+    check_parameters_known,
+    read_query,
+)
 from polarnode.api.service import Unauthorized, answer_error
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
@@ -291,6 +299,7 @@ def control_plane(
         basic = frozenset(path for each in extensions if each.basic for _, path, _ in each.rows)
         _guard(app, f"Bearer {token}".encode(), headers, basic)
     _limit_streams(app)
+    _refuse_parameters(app)
     compress_answers(app)
     rows = [*routes]
     operations = dict(EVERY)
@@ -302,6 +311,16 @@ def control_plane(
     app.register_error_handler(PolarnodeError, answer_error)
     app.register_error_handler(HTTPException, answer_error)
     return app
+
+
+NO_TOKEN = (
+    "this needs the control plane's token: send it as 'Authorization: Bearer …'; polarnode's commands take"
+    " --token or POLARNODE_TOKEN"
+)
+OTHER_TOKEN = (
+    "the token that was sent (polarnode's commands take --token or POLARNODE_TOKEN) is another than this"
+    " control plane's: compare it with the POLARNODE_TOKEN that the node was started with"
+)
 
 
 def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Container[str]) -> None:
@@ -322,7 +341,7 @@ def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Con
             sent.append(f"Bearer {given.password}")
         # compare all of them, so that the time taken does not reveal which one matched
         if not sum(compare_digest(each.encode(), expected) for each in sent):
-            raise Unauthorized("this needs the control plane's token: send it as 'Authorization: Bearer …'")
+            raise Unauthorized(OTHER_TOKEN if any(each.partition(" ")[2] for each in sent) else NO_TOKEN)
         admit_request()
 
 
@@ -339,6 +358,19 @@ def _limit_streams(app: QuartTrio) -> None:
                 "as many streams are open as this node serves: end some, or read several tasks from one",
                 retry_after=STREAM_RETRY_S,
             )
+
+
+def _refuse_parameters(app: QuartTrio) -> None:
+    """Refuse parameters that a route of the node's own API does not have."""
+
+    @app.before_request
+    async def check_parameters() -> None:
+        # async though it waits for nothing: Quart would run a plain function in a thread
+        await trio.lowlevel.checkpoint()
+        rule = request.url_rule
+        operation = None if rule is None else EVERY.get((request.method, rule.rule))
+        if operation is not None and request.path.startswith("/v1/"):
+            check_parameters_known(request.args, (*operation.query, *operation.own))
 
 
 DOCUMENT = ("GET", "/v1/openapi.json")

@@ -465,6 +465,7 @@ def _generated(
     config: NodeConfig, work: PendingWork, tasks: Sequence[SourcedTask], console: Console
 ) -> GenerationRun | None:
     """Run what is missing; None when stopped before any session began."""
+    checks.refuse_unfit(config)
     log = Path(config.state_dir) / "node.log"
     with boundary(ConfigError, f"--out {log.parent} cannot be written"):
         open_node_log(log.parent)
@@ -474,7 +475,6 @@ def _generated(
         f"· {work.done + len(work.slots)} sessions, {work.done} of them already done; log: {log}",
         style="dim",
     )
-    checks.refuse_unfit(config)
     build_images(tasks, config, report=lambda text: console.print(f"· {text}", style="dim"))
     try:
         return trio.run(run_work, config, work, console)

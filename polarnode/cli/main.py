@@ -27,6 +27,7 @@ from polarnode.cli.options import (
 )
 from polarnode.cli.verbs import add_verbs, as_json
 from polarnode.core.errors import PolarnodeError
+from polarnode.core.spelling import nearest
 
 # modules of the packages of `polarnode[node]`
 NODE_MODULES = frozenset(
@@ -41,6 +42,19 @@ class CommandGroup(click.Group):
     """A group that prints an expected error as one sentence on stderr, a command without its packages too. A
     bug still shows its traceback.
     """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            if Path(name).exists():
+                remedy = f"it is a file: polarnode run {name}, or polarnode submit {name}"
+            else:
+                near = nearest(name, self.commands)
+                remedy = "see polarnode --help" if near is None else f"did you mean {near}?"
+            raise click.UsageError(f"there is no command {name}: {remedy}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
         try:

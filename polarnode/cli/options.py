@@ -16,7 +16,7 @@ from click.exceptions import Exit
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, PolarnodeError, Refused, boundary
-from polarnode.node.config import NodeConfig, parse_gpus, read_config
+from polarnode.node.config import NodeConfig, parse_gpus, read_config, unknown_variables
 from polarnode.sources.values import KINDS, Overrides
 
 if TYPE_CHECKING:
@@ -259,6 +259,8 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()
     config = read_config(toml=toml, environment=os.environ, flags=flags)
+    for unknown in unknown_variables(os.environ, config):
+        click.echo(f"warning: {unknown}", err=True)
     if file is not None and "token" in tomllib.loads(toml or ""):
         _warn_if_readable(file)
     return config

@@ -94,6 +94,8 @@ def _list_images(tasks: Sequence[SourcedTask]) -> None:
 def export(query: Query, output: Path | None, node: RemoteNode) -> None:
     """Write the finished trajectories as the node sends them; a file is replaced when it is complete."""
     lines = 0
+    if query.get("task_id") is not None:
+        node.client().task(query["task_id"])  # an unknown one is refused, and not an empty file
     pieces = node.client().export_bytes(**query)
     next(pieces)  # the node accepted the request; if it refuses, an existing file stays as it is
     with written_whole(output) if output is not None else nullcontext[BinaryIO](sys.stdout.buffer) as out:
@@ -110,12 +112,16 @@ def export(query: Query, output: Path | None, node: RemoteNode) -> None:
 
 def trajectory_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a trajectories.jsonl. Raises Refused, naming the line."""
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    content = file.read_bytes()
+    if not content.strip():
+        raise Refused(f"{file} is empty: it holds no trajectory")
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             value = codec.read_json(line)
         except Refused as refused:
-            raise Refused(f"line {number} of {file}: {refused}") from refused
-        if not isinstance(value, dict):
+            fault = str(refused).replace("the body", "it")
+            raise Refused(f"line {number} of {file}: {fault}; give a trajectories.jsonl") from refused
+        if not isinstance(value, dict) or not isinstance(value.get("session_id"), str):
             raise Refused(f"line {number} of {file} is no trajectory: give a trajectories.jsonl")
         yield value
 

@@ -13,7 +13,7 @@ import anyio.to_thread
 import httpx2
 from attrs import define, field
 
-from polarnode.client.pins import other_certificate, reason_of, trust
+from polarnode.client.pins import other_certificate, reason_of, silence, trust
 from polarnode.client.requests import (
     Ask,
     ClientRequest,
@@ -76,10 +76,8 @@ class AwaitingHttp:
         """The error for what a connection raised: ConfigError for another certificate than the pinned one,
         which no wait mends.
         """
-        return other_certificate(error) or Unreachable(
-            f"{self.base_url} does not answer ({type(error).__name__}: {reason_of(error)}):"
-            " is the node running?"
-        )
+        why = f"{type(error).__name__}: {reason_of(error)}"
+        return other_certificate(error) or silence(self.base_url, error, why)
 
     async def aclose(self) -> None:
         for wire in tuple(self.reading):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from attrs import define, field, frozen
 
-from polarnode.client.pins import other_certificate, split_pin, trust
+from polarnode.client.pins import other_certificate, silence, split_pin, trust
 from polarnode.client.requests import (
     Ask,
     ClientRequest,
@@ -25,7 +25,7 @@ from polarnode.client.requests import (
     Sleep,
     T,
 )
-from polarnode.client.values import Unreachable, read_error
+from polarnode.client.values import read_error
 from polarnode.core.errors import PolarnodeError
 
 READ_BYTES = 1 << 16
@@ -59,9 +59,8 @@ class BlockingHttp:
 
     def unreachable(self, error: Exception) -> PolarnodeError:
         """ConfigError for another certificate than the pinned one, which no wait mends."""
-        why, url = f"{type(error).__name__}: {error}", split_pin(self.base_url)[0]
-        silent = f"{url} does not answer ({why}): is the node running?"
-        return other_certificate(error) or Unreachable(silent)
+        url = split_pin(self.base_url)[0]
+        return other_certificate(error) or silence(url, error, f"{type(error).__name__}: {error}")
 
 
 @define(eq=False)

@@ -11,11 +11,16 @@ from collections.abc import Iterator
 from hashlib import sha256
 from typing import Any, Final
 
+from polarnode.client.values import Unreachable
 from polarnode.core.codec.limits import address
 from polarnode.core.errors import ConfigError
 
 PINNED: Final = "#"  # between an address and the SHA-256 of its certificate; no server is sent what follows
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+# what OpenSSL says where a server answers a handshake in plain HTTP: its versions 1.1, 3.0 and later
+SPEAKS_HTTP: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
 class AnotherCertificate(ssl.SSLCertVerificationError):
@@ -46,6 +51,13 @@ def other_certificate(error: BaseException) -> ConfigError | None:
         if isinstance(each, AnotherCertificate):
             return ConfigError(str(each.args[-1]))
     return None
+
+
+def silence(url: str, error: BaseException, why: str) -> Unreachable:
+    """The error for an address that does not answer."""
+    if any(isinstance(each, ssl.SSLError) and each.reason in SPEAKS_HTTP for each in causes(error)):
+        return Unreachable(f"{url} speaks plain HTTP: use http://{url.partition('://')[2]}")
+    return Unreachable(f"{url} does not answer ({why}): is the node running?")
 
 
 def split_pin(text: str) -> tuple[str, str]:

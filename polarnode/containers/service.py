@@ -81,14 +81,14 @@ def containers_conf(store: Store, findings: PodmanFindings) -> str:
         'host_containers_internal_ip = "none"',
         f'env = ["PATH={SERVICE_PATH}"]',
         "[engine]",
-        f'cgroup_manager = "{"systemd" if findings.systemd else "cgroupfs"}"',
+        f"cgroup_manager = {_text('systemd' if findings.systemd else 'cgroupfs')}",
         'events_logger = "file"',
         f"exit_command_delay = {EXEC_KEPT_S}",
         'lock_type = "file"',  # shared-memory locks are one file for every Podman of the machine
-        f'tmp_dir = "{store.run_dir / "libpod"}"',
-        f'runtime = "{findings.oci_runtime.name if findings.oci_runtime else "runc"}"',
+        f"tmp_dir = {_text(store.run_dir / 'libpod')}",
+        f"runtime = {_text(findings.oci_runtime.name if findings.oci_runtime else 'runc')}",
         "[network]",
-        f'network_config_dir = "{store.state_dir / "etc" / "networks"}"',
+        f"network_config_dir = {_text(store.state_dir / 'etc' / 'networks')}",
     ]
     if findings.has_netavark:
         lines.append('network_backend = "netavark"')
@@ -99,13 +99,18 @@ def storage_conf(store: Store, findings: PodmanFindings) -> str:
     """Where images and containers are, as TOML."""
     lines = [
         "[storage]",
-        f'driver = "{findings.driver}"',
-        f'graphroot = "{store.storage}"',
-        f'runroot = "{store.run_dir / "storage"}"',
+        f"driver = {_text(findings.driver)}",
+        f"graphroot = {_text(store.storage)}",
+        f"runroot = {_text(store.run_dir / 'storage')}",
     ]
     if findings.mount_program is not None:
-        lines += ["[storage.options.overlay]", f'mount_program = "{findings.mount_program}"']
+        lines += ["[storage.options.overlay]", f"mount_program = {_text(findings.mount_program)}"]
     return "\n".join(lines) + "\n"
+
+
+def _text(value: object) -> str:
+    """A string of TOML: a path may hold quotes and backslashes. JSON's escapes are TOML's too."""
+    return json.dumps(str(value), ensure_ascii=False)
 
 
 def seccomp_profile(findings: PodmanFindings) -> str:

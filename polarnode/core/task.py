@@ -30,11 +30,12 @@ class HarnessSpec:
     """The agent program and its settings. `command` is for `shell`; `import_path` is
     `package.module:attribute`.
 
-    `mcp_servers` by name; `skills` are texts of SKILL.md by the name of their folder. Both are only for
+    In JSON and TOML a text stands for the name alone: `"pi"` for `{"name": "pi"}`. `mcp_servers` by name;
+    `skills` are texts of SKILL.md by the name of their folder. Both are only for
     harnesses that support them.
     """
 
-    name: str = "shell"
+    name: str = field(default="shell", metadata={"shorthand": True})
     import_path: str | None = None
     version: str | None = None
     model_name: str | None = None

@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused, RuntimeFault, boundary
 from polarnode.core.plugins import load_value
+from polarnode.core.spelling import remedy
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import (
@@ -209,7 +210,5 @@ def _named(name: str, allowed: Allowed, path: str) -> Evaluator:
     made = MADE.get(name)
     evaluator = EVALUATORS.get(name) if made is None else made(allowed)
     if evaluator is None:
-        raise Refused(
-            f"no evaluator is called {name}; there are: {', '.join(sorted(EVALUATORS))}", path=f"{path}.name"
-        )
+        raise Refused(f"no evaluator is called {name}; {remedy(name, EVALUATORS)}", path=f"{path}.name")
     return evaluator

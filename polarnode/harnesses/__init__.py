@@ -2,6 +2,7 @@
 
 from polarnode.core.errors import Refused
 from polarnode.core.plugins import load_value
+from polarnode.core.spelling import remedy
 from polarnode.core.task import HarnessSpec
 from polarnode.harnesses import (
     claude_code,
@@ -59,7 +60,7 @@ def _named(spec: HarnessSpec) -> Harness:
     harness = HARNESSES.get(spec.name)
     if harness is None:
         raise Refused(
-            f"no harness is called {spec.name}; there are: {', '.join(sorted(HARNESSES))}",
+            f"no harness is called {spec.name}; {remedy(spec.name, HARNESSES)}",
             path="$.harness.name",
         )
     if spec.version not in (None, harness.version):

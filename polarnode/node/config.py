@@ -20,12 +20,39 @@ from polarnode.core.codec.limits import address, is_loopback, label_faults, url_
 from polarnode.core.codec.tasks import HOST
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, Refused
+from polarnode.core.spelling import nearest
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import LORA_MODULES
 from polarnode.evaluators.judging import JudgeConfig
 from polarnode.fleet.join_token import read_join_token
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
+# of the client, of plug-ins in trainers, and keys of external engines
+OTHER_VARIABLES = frozenset(
+    ENVIRONMENT_PREFIX + name
+    for name in (
+        "URL",
+        "ENGINE_KEY",
+        "TASK",
+        "RUN",
+        "PATIENCE_S",
+        "WEIGHTS",
+        "INSTRUCTION",
+        "NODE_TOKEN",
+        "ARGS",
+    )
+)
+OWN_FLAGS = (  # settings with a flag of the same name
+    *("cpu", "gpus", "engine", "tp", "model", "context_length", "routed_experts", "lora_rank", "run_limit"),
+    *("record_requests", "base_image", "host", "port", "tls_cert", "tls_key", "state_dir", "join"),
+)
+FLAGS = {
+    **{name: f"--{name.replace('_', '-')}" for name in OWN_FLAGS},
+    "import_paths": "--allow-import",
+    "allowed_hosts": "--allowed-host",
+    "adapters": "--adapter",
+    "labels": "--label",
+}
 MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a judge and of a teacher
 KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # of a simulated engine
@@ -201,15 +228,60 @@ def read_config(
     flags: Mapping[str, Json] | None = None,
 ) -> NodeConfig:
     """One config from its three sources; `flags` that are None were not given."""
-    settings: dict[str, Json] = {**_from_toml(toml), **_from_environment(environment or {})}
-    settings.update({name: value for name, value in (flags or {}).items() if value is not None})
+    file, variables = _from_toml(toml), _from_environment(environment or {})
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    written = {
+        **{name: name for name in file},
+        **{name: variable_of(name) for name in variables},
+        **{name: FLAGS[name] for name in given if name in FLAGS},
+    }
     try:
-        config = codec.structure(settings, NodeConfig, forbid_extra=True)
+        config = codec.structure({**file, **variables, **given}, NodeConfig, forbid_extra=True)
+        config = _with_join(config)
+        _check(config)
     except Refused as refused:
-        raise ConfigError(f"setting {(refused.path or '$').removeprefix('$.')}: {refused}") from refused
-    config = _with_join(config)
-    _check(config)
+        sentence = f"setting {(refused.path or '$').removeprefix('$.')}: {refused}"
+        raise ConfigError(_as_written(sentence, written)) from refused
+    except ConfigError as error:
+        raise ConfigError(_as_written(str(error), written)) from error
     return config
+
+
+def _as_written(sentence: str, written: Mapping[str, str]) -> str:
+    """The sentence with the setting it begins with by the name that the user wrote: a flag, a variable or a
+    key of the file.
+    """
+    first = re.match(r"(?:setting )?(?:--)?([a-z][a-z0-9_-]*)(?![.\w-])", sentence)
+    name = first[1].replace("-", "_") if first else ""
+    if first is None or name not in written or (written[name] == name and "--" not in first[0]):
+        return sentence
+    return written[name] + sentence[first.end() :]
+
+
+def variable_of(name: str) -> str:
+    """The environment's variable of a setting."""
+    return f"{ENVIRONMENT_PREFIX}{name.upper()}"
+
+
+def unknown_variables(environment: Mapping[str, str], config: NodeConfig) -> list[str]:
+    """A sentence for each POLARNODE_ variable that nobody reads: most often a misspelled one."""
+    settings = [each.name for each in fields(NodeConfig)]
+    keys = [each.key_env for each in config.judges.values()]
+    known = {
+        *map(variable_of, settings),
+        *OTHER_VARIABLES,
+        *keys,
+        *(each.key_env for each in config.teachers.values()),
+    }
+    found = []
+    for name in sorted(environment):
+        # Kubernetes adds the addresses of its services: POLARNODE_SERVICE_HOST for one called polarnode
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in known or re.search(r"_(SERVICE|PORT)_", name):
+            continue
+        near = nearest(name.removeprefix(ENVIRONMENT_PREFIX).lower(), settings)
+        remedy = "docs/api.md lists the settings" if near is None else f"did you mean {variable_of(near)}?"
+        found.append(f"{name} is no setting and has no effect: {remedy}")
+    return found
 
 
 def _with_join(config: NodeConfig) -> NodeConfig:
@@ -250,7 +322,7 @@ def _from_toml(toml: str | None) -> dict[str, Json]:
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Json]:
     """POLARNODE_PORT=9000 and the like; values that are not text in the config are read as TOML values."""
-    by_variable = {f"{ENVIRONMENT_PREFIX}{each.name.upper()}": each for each in fields(NodeConfig)}
+    by_variable = {variable_of(each.name): each for each in fields(NodeConfig)}
     settings: dict[str, Json] = {}
     for variable, text in environment.items():
         if variable in by_variable:

@@ -12,7 +12,6 @@ sentence beside it says more.
 """
 
 import ast
-import difflib
 import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal
@@ -21,6 +20,7 @@ from attrs import frozen
 
 from polarnode.core.conversation import Json, Part, ToolCall
 from polarnode.core.errors import Refused
+from polarnode.core.spelling import nearest
 from polarnode.core.trajectory import Trajectory
 
 # characters: enough for a command line, and far below the parser's recursion limit
@@ -111,8 +111,8 @@ def _check_all(nodes: list[ast.expr], columns: Collection[str]) -> None:
 def _known(name: str, columns: Collection[str], node: ast.expr) -> None:
     if name in columns:
         return
-    near = difflib.get_close_matches(name, columns, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(columns)}"
+    near = nearest(name, columns)
+    remedy = f"did you mean {near}?" if near else f"there are {', '.join(columns)}"
     raise Refused(f"{name} at column {node.col_offset + 1} is not a column: {remedy}")
 
 

@@ -174,7 +174,7 @@ def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overri
 
 def spec_of(found: FoundTask) -> TaskSpec:
     """The task without overrides. Refused with the field's path."""
-    return codec.read_task(_with_harness_added(found.value, found))
+    return codec.read_task(_with_harness_added(_written_out(found.value), found))
 
 
 def _sourced(found: FoundTask, overrides: Overrides) -> SourcedTask | Unread:
@@ -184,12 +184,26 @@ def _sourced(found: FoundTask, overrides: Overrides) -> SourcedTask | Unread:
     if overrides.samples is not None:
         flags["num_samples"] = overrides.samples
     try:
-        value = merged_over(merged_over(found.value, overrides.over), flags)
+        _check_trajectory(found.value)
+        value = merged_over(merged_over(_written_out(found.value), _written_out(overrides.over)), flags)
         spec = codec.read_task(_with_harness_added(value, found))
     except Refused as refused:
         return Unread(name=found.name, origin=found.origin, refused=named(refused, found.origin))
     build = found.build if found.build is not None and spec.runtime.image == found.build.image else None
     return SourcedTask(spec=spec, name=found.name, origin=found.origin, notes=found.notes, build=build)
+
+
+def _check_trajectory(value: Mapping[str, Json]) -> None:
+    if "session_id" in value and "traces" in value:
+        raise Refused(
+            "it is a trajectory, not a task: polarnode inspect --from shows it, and evaluate --file"
+        )
+
+
+def _written_out(value: Mapping[str, Json]) -> dict[str, Json]:
+    """The value with its harness as an object, so that the parts of two are merged."""
+    harness = value.get("harness")
+    return {**value, "harness": {"name": harness}} if isinstance(harness, str) else dict(value)
 
 
 def _with_harness_added(value: dict[str, Json], found: FoundTask) -> dict[str, Json]:
@@ -198,6 +212,8 @@ def _with_harness_added(value: dict[str, Json], found: FoundTask) -> dict[str, J
     """
     harness, runtime = value.get("harness"), value.get("runtime")
     if harness is None:
+        # a misspelling explains better what is missing
+        codec.structure({**value, "harness": "shell"}, TaskSpec, forbid_extra=True)
         raise Refused(
             "the task names no harness: give --harness (such as pi), or harness in the --override file",
             path="$.harness",

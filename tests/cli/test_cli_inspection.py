@@ -228,7 +228,9 @@ def test_an_id_that_is_of_none_or_of_many_is_refused(tmp_path: Path, session: Tr
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ("{}\nnot JSON", "line 2 of"),
+        ('{"session_id": "4f"}\nnot JSON', "line 2 of"),
+        ("{}", "t.jsonl is no trajectory: give a trajectories.jsonl"),
+        ("", "t.jsonl is empty: it holds no trajectory"),
         ("[1]", "line 1 of"),
         (json.dumps({"session_id": "4f"}), "task_id is missing"),
     ],

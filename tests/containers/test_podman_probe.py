@@ -125,6 +125,8 @@ def test_storage_is_ours_alone(tmp_path: Path) -> None:
         "graphroot": f"{tmp_path}/storage",
         "runroot": f"{store.run_dir}/storage",
     }
+    quoted = store_at(tmp_path / 'a "b"')
+    assert tomllib.loads(storage_conf(quoted, FOUND))["storage"]["graphroot"] == f'{tmp_path}/a "b"/storage'
     through = tomllib.loads(storage_conf(store, evolve(FOUND, mount_program=Path("/usr/bin/fuse-overlayfs"))))
     assert through["storage"]["options"]["overlay"]["mount_program"] == "/usr/bin/fuse-overlayfs"
 

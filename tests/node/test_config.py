@@ -1,9 +1,69 @@
 """The node's settings: three sources in order of weight, and a sentence for each that can not work."""
 
-import pytest
+from typing import Any
 
+import pytest
+from attrs import fields
+
+from polarnode.cli.main import main as command
 from polarnode.core.errors import ConfigError
-from polarnode.node.config import TINY_MODEL, NodeConfig, parse_gpus, read_config
+from polarnode.evaluators.judging import JudgeConfig
+from polarnode.node.config import (
+    FLAGS,
+    TINY_MODEL,
+    NodeConfig,
+    parse_gpus,
+    read_config,
+    unknown_variables,
+)
+
+
+def test_a_setting_is_named_as_it_was_written() -> None:
+    wrong = {"run_limit": 0}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"flags": wrong}, "--run-limit"),
+        ({"environment": {"POLARNODE_RUN_LIMIT": "0"}}, "POLARNODE_RUN_LIMIT"),
+        ({"toml": "run_limit = 0"}, "run_limit"),
+        ({"toml": "run_limit = 3", "flags": wrong}, "--run-limit"),
+    )
+    for given, name in cases:
+        with pytest.raises(ConfigError, match=f"^{name} must be at least 1$"):
+            read_config(**given)
+    with pytest.raises(ConfigError, match=r"^POLARNODE_TP 3 must divide the 2 GPUs given"):
+        read_config(environment={"POLARNODE_TP": "3", "POLARNODE_GPUS": "[0, 1]"})
+    with pytest.raises(ConfigError, match=r"^tp 3 must divide the 2 GPUs given"):
+        read_config(toml="tp = 3\ngpus = [0, 1]")
+
+
+def test_the_names_of_flags_are_those_of_the_command() -> None:
+    flags = {
+        parameter.name: parameter.opts[0]
+        for parameter in command.params
+        if parameter.name in {each.name for each in fields(NodeConfig)}
+    }
+    assert flags == FLAGS
+
+
+def test_a_variable_that_nobody_reads_is_named() -> None:
+    judge = JudgeConfig(base_url="http://127.0.0.1:1/v1", model="m", key_env="POLARNODE_JUDGE_KEY")
+    config = NodeConfig(judges={"j": judge})
+    found = unknown_variables(
+        {
+            "POLARNODE_RUNLIMIT": "5",
+            "POLARNODE_XYZ": "1",
+            "POLARNODE_RUN_LIMIT": "5",
+            "POLARNODE_URL": "http://127.0.0.1:8080",
+            "POLARNODE_JUDGE_KEY": "k",
+            "POLARNODE_SERVICE_HOST": "10.0.0.1",
+            "POLARNODE_PORT_8080_TCP_ADDR": "10.0.0.1",
+            "HOME": "/root",
+        },
+        config,
+    )
+    assert found == [
+        "POLARNODE_RUNLIMIT is no setting and has no effect: did you mean POLARNODE_RUN_LIMIT?",
+        "POLARNODE_XYZ is no setting and has no effect: docs/api.md lists the settings",
+    ]
 
 
 def test_defaults_are_a_node_on_loopback_with_the_embedded_model() -> None:
@@ -42,7 +102,7 @@ def test_gpus_that_can_not_be_are_refused(text: str) -> None:
     [
         ({"cpu": True, "gpus": [0]}, "not both"),
         ({"gpus": [0, 1, 2], "tp": 2}, "must divide"),
-        ({"run_limit": 0}, "run_limit must be at least 1"),
+        ({"run_limit": 0}, "--run-limit must be at least 1"),
         ({"carried_mb": 0}, "carried_mb must be at least 1"),
         ({"host": "0.0.0.0"}, "bearer token"),
         ({"host": "example.org"}, "bearer token"),
@@ -51,10 +111,10 @@ def test_gpus_that_can_not_be_are_refused(text: str) -> None:
         ({"token": "sécret"}, "printable ASCII"),
         (
             {"allowed_hosts": ["http://node.example"]},
-            "allowed_hosts: 'http://node.example' is no host's name",
+            "--allowed-host: 'http://node.example' is no host's name",
         ),
         ({"allowed_hosts": ["node.example:8080"]}, "without scheme, port and path"),
-        ({"allowed_hosts": ["*"]}, "allowed_hosts"),
+        ({"allowed_hosts": ["*"]}, "--allowed-host"),
         ({"prot": 1}, "prot"),
         ({"port": "eighty"}, "port"),
     ],
@@ -93,7 +153,7 @@ def test_labels_are_short_texts_and_the_names_of_every_node_stay_its_own() -> No
         ({"-gpu": "a"}, "'-gpu'] needs a name"),
         ({"gpu": ""}, r"labels\.gpu must be 1 to 256 printable characters"),
         ({"model": "m"}, r"labels\.model cannot be set"),
-        ({f"l{each}": "1" for each in range(33)}, "labels must be at most 32 labels, not 33"),
+        ({f"l{each}": "1" for each in range(33)}, "--label must be at most 32 labels, not 33"),
         ({"gpu": 1}, "labels"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -58,7 +58,7 @@ def test_a_lifeline_is_a_setting() -> None:
     found = read_config(environment={"POLARNODE_LIFELINE": "/x/m.lock", "POLARNODE_ORPHAN_S": "7"})
     assert (found.lifeline, found.orphan_s) == ("/x/m.lock", 7.0)
     for bad in ("0", "inf"):
-        with pytest.raises(ConfigError, match="orphan_s must be more than 0 seconds"):
+        with pytest.raises(ConfigError, match="POLARNODE_ORPHAN_S must be more than 0 seconds"):
             read_config(environment={"POLARNODE_ORPHAN_S": bad})
 
 

@@ -7,7 +7,6 @@ adds the path. Only a client's mistake becomes `Refused`: a type that cannot be 
 in a hook, is a bug and is raised unchanged.
 """
 
-import difflib
 import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +23,7 @@ from cattrs.gen import make_dict_structure_fn, override
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
+from polarnode.core.spelling import nearest
 
 # ── kinds ────────────────────────────────────────────────────────────
 
@@ -206,6 +206,11 @@ def _each(items: Any, hook: Hook, inner: Any, shape: Any) -> list[Any]:
     return found
 
 
+def shorthand_of(cls: Any) -> str | None:
+    """The field that a text in place of the object stands for, by its metadata: "pi" for {"name": "pi"}."""
+    return next((each.name for each in attrs.fields(cls) if "shorthand" in each.metadata), None)
+
+
 def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None = None) -> Hook:
     """A hook that reads an attrs class by its fields' JSON keys. `hooks` read the fields that they name."""
     keys = {each.name: json_key_of(each) for each in attrs.fields(cls)}
@@ -215,10 +220,13 @@ def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None 
     }
     hook = make_dict_structure_fn(cls, converter, **overrides)  # type: ignore[arg-type]
     groups = tuple(dict.fromkeys(key.partition(".")[0] for key in keys.values() if key and "." in key))
+    shorthand = shorthand_of(cls)
 
     def structure_class(value: Any, shape: Any) -> Any:
+        if shorthand is not None and isinstance(value, str):
+            value = {shorthand: value}
         if not isinstance(value, dict):
-            raise misfit("an object", value)
+            raise misfit("an object" if shorthand is None else f"a {shorthand} or an object", value)
         return hook(_flat(value, groups) if groups else value, shape)
 
     return structure_class
@@ -582,8 +590,7 @@ def _missing(error: KeyError, path: str) -> Refused:
 def _unknown(error: ForbiddenExtraKeysError, path: str) -> Refused:
     name = min(error.extra_fields)
     known = [str(json_key_of(each)) for each in attrs.fields(error.cl) if each.init]
-    # comparing takes the square of the length
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= NAME_CHARS else []
-    remedy = f"did you mean {near[0]}?" if near else f"remove it (known are {', '.join(known)})"
+    near = nearest(name, known)
+    remedy = f"did you mean {near}?" if near else f"remove it (known are {', '.join(known)})"
     where = child(path, name)
     return Refused(f"{subject(where)} is not a known field: {remedy}", path=where)

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 import attrs
 from attrs import define, field
 
-from polarnode.core.codec.json import json_key_of
+from polarnode.core.codec.json import json_key_of, shorthand_of
 from polarnode.core.conversation import Json
 
 Schema = dict[str, Json]
@@ -51,7 +51,8 @@ class Schemas:
         if (found := self.known.get(kind, _PLAIN.get(kind))) is not None:
             return dict(found)
         if attrs.has(kind):
-            return self._named(kind)
+            whole = self._named(kind)
+            return {"anyOf": [{"type": "string"}, whole]} if self.suffix and shorthand_of(kind) else whole
         return self._composed(kind, get_origin(kind), get_args(kind))
 
     def _composed(self, kind: Any, origin: Any, parts: tuple[Any, ...]) -> Schema:
