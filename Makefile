@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: chaos fleet-chaos demo gpu gpu-lock test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check clean
+.PHONY: chaos fleet-chaos demo gpu gpu-lock test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check docs clean
 
 PY := .venv/bin/python
 
@@ -76,6 +76,11 @@ learn-trl: setup
 # Make the wheel from a clean clone, install it with [node] in an empty environment, run the README's first task there: some minutes, a package index.
 wheel-check:
 	@tools/wheel_check.sh
+
+# The pages of docs/ as one searchable site: out/site. `python3 -m http.server --directory out/site` shows it; it needs no network.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo out/site/index.html
 
 clean:
 	rm -rf out .venv .mypy_cache .ruff_cache .pytest_cache .cache

@@ -333,7 +333,9 @@ def test_files_and_make_targets_that_are_named_exist(page: Path) -> None:
     text, targets = page.read_text(), re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
         assert target in targets, target
-    for name in re.findall(r"\b((?:polarnode|examples|tests|tools|runtimes|benchmarks)/[\w./-]*[\w/])", text):
+    for name in re.findall(
+        r"(?<![\w./-])((?:polarnode|examples|tests|tools|runtimes|benchmarks)/[\w./-]*[\w/])", text
+    ):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
