@@ -17,7 +17,7 @@ BLOCK = re.compile(
 )
 SHELLS = ("sh", "bash")
 # pages whose blocks are run, in this order, on one node
-RUN = ("docs/troubleshooting.md", "docs/deployment.md", "docs/sizing.md")
+RUN = ("docs/tutorial.md", "docs/troubleshooting.md", "docs/deployment.md", "docs/sizing.md")
 
 
 @frozen(kw_only=True)
