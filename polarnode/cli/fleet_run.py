@@ -3,7 +3,6 @@
 Invariant: what a user sees here is what GET /v1/status of the front says; nothing is decided here.
 """
 
-import logging
 import os
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -73,7 +72,6 @@ def serve(config: FleetConfig, *, local: int, options: tuple[str, ...], order: R
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         private_folder(state)
         open_node_log(state)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
     trio.run(_serve, config, local, options, order, open_console())
     return 0
 

@@ -58,6 +58,8 @@ from polarnode.engine.scoring import ScoreCall, ScoreTurns
 from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
 from polarnode.support.concurrency import open_process_group
 
+logger = logging.getLogger(__name__)
+
 
 @define(eq=False)
 class _Waiting:
@@ -555,6 +557,8 @@ class Host:
         return diagnose(log_tail(self._settings.log_path(self.index)), self._fatal_message)
 
     def _change(self, state: HostState) -> None:
+        if state != self.state:
+            logger.info("engine host %d is %s, with weights %s", self.index, state, self.version)
         self.state = state
         self._on_change()
 

@@ -5,6 +5,7 @@ time, but an update that began ends within a bound. A restarted node serves the 
 reports why it does not.
 """
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -34,6 +35,8 @@ from polarnode.engine.weight_values import (
 from polarnode.journal.entries import WeightsRow
 from polarnode.journal.journal import Journal
 from polarnode.support.concurrency import open_background
+
+logger = logging.getLogger(__name__)
 
 
 def served_of(row: WeightsRow) -> Served:
@@ -377,6 +380,7 @@ class Weights:
             None,
             False,
         )
+        logger.info("weights %s are served (%s, %.1f s)", served.version, served.mode, served.seconds)
         return report_of(served, created=True)
 
     async def _written(self, served: Served) -> None:

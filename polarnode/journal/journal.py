@@ -8,6 +8,7 @@ the writer's last commit, so they need no disk access. One process owns a journa
 """
 
 import fcntl
+import logging
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
@@ -67,6 +68,8 @@ from polarnode.journal.values import (
 from polarnode.journal.writer import Writer
 from polarnode.merge.trajectory import Identity
 from polarnode.support.bounded import private_opener
+
+logger = logging.getLogger(__name__)
 
 # ── statistics ────────────────────────────────────────────────────────────
 
@@ -258,6 +261,8 @@ class Journal:
                     path="$.consumer",
                 )
             self._writer.put(forget_entry(unseen))
+        if consumer not in consumers:
+            logger.info("consumer %s is new, after event %d", consumer, min(seq, self.last_seq))
         await self._wait_written(self._writer.put(acknowledge_entry(consumer, seq, now=self.now())))
         return self._position(consumer)
 
@@ -269,6 +274,7 @@ class Journal:
         """Delete `consumer` and its position; the name may be used again. False when it does not exist."""
         existed = consumer in self._progress.consumers
         await self._wait_written(self._writer.put(forget_entry(consumer)))
+        logger.info("consumer %s was forgotten", consumer)
         return existed
 
     @contextmanager
@@ -277,10 +283,12 @@ class Journal:
         nothing.
         """
         self._attend(consumer, 1)
+        logger.info("consumer %s reads after event %d", consumer, self._position(consumer))
         try:
             yield
         finally:
             self._attend(consumer, -1)
+            logger.info("consumer %s left after event %d", consumer, self._position(consumer))
 
     def _attend(self, consumer: str, change: int) -> None:
         self._reading[consumer] += change

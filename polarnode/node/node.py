@@ -4,6 +4,7 @@ Invariants: captures' keys are in a table of their own, apart from those of cont
 socket is another than the node's own: on loopback unless the operator names an address and a certificate.
 """
 
+import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from socket import socket
@@ -47,6 +48,8 @@ from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.second_homes import SecondHomes
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
+
+logger = logging.getLogger(__name__)
 
 # seconds for a cancel to be on disk before it is answered: a full disk, which is waited out, must not hold
 # the answer up
@@ -123,6 +126,7 @@ class Node:
         )
         task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key, copy=copy)
         await self.journal.flushed()
+        logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)
         return Submitted(task_id=task_id, session_ids=session_ids)
 
     async def _existing(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:

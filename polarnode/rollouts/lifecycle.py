@@ -36,6 +36,7 @@ from polarnode.support.metrics import NodeCounters
 
 logger = logging.getLogger(__name__)
 
+REASON_CHARACTERS = 200  # of a line of the node's log: the whole is in the trajectory
 SESSION_ID_BYTES: Final = 8  # 64 random bits, so that session ids never collide
 
 # ── attempts of a group's sample ──────────────────────────────────────────────
@@ -315,6 +316,7 @@ class SessionRegistry:
 
     def publish(self, trajectory: Trajectory) -> None:
         """Publish a finished sample, at once or when its second home has it."""
+        log_end(trajectory)
         if not self.homes.holds(trajectory):
             self.services.journal.publish(trajectory)
             self.count(trajectory)
@@ -358,6 +360,25 @@ class SessionRegistry:
             self.cancel_all()
         if self._drivers:
             await self._emptied.wait()
+
+
+def log_end(trajectory: Trajectory) -> None:
+    """Log how a session ended, on one line."""
+    outcome, reward = trajectory.outcome, trajectory.reward
+    why = (
+        "" if outcome.status == "completed" else " ".join((outcome.reason or "").split())[:REASON_CHARACTERS]
+    )
+    logger.info(
+        "session %s of task %s is over: %s, reward %s, %d turns, %d tokens, %.1f s%s",
+        trajectory.session_id,
+        trajectory.task_id,
+        outcome.status,
+        "none" if reward is None else f"{reward:g}",
+        len(trajectory.turns),
+        trajectory.sampled_tokens,
+        trajectory.timing.run_s,
+        f": {why}" if why else "",
+    )
 
 
 def bug_outcome(identity: Identity, error: Exception) -> Outcome:

@@ -114,6 +114,7 @@ def open_node_log(state: Path) -> None:
     handler = _PrivateLog(state / "node.log", maxBytes=LOG_BYTES, backupCount=LOG_FILES)
     handler.addFilter(LineLimit())
     logging.basicConfig(handlers=[handler], level=logging.INFO, format=LOG_FORMAT)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
 
 
 # ── bounded logs ──────────────────────────────────────────────────────────────

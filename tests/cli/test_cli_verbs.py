@@ -4,6 +4,7 @@ and scheduler, on containers and engines in memory.
 
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -28,7 +29,7 @@ from polarnode.cli.main import main as command
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Event
 from polarnode.core.trajectory import Outcome
-from polarnode.node.config import NodeConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.opening import open_node
 from polarnode.node.serving import serve_control_plane
 
@@ -392,7 +393,10 @@ SCRIPT = "for i in 1 2 3 4 5 6 7 8; do echo step $i; sleep 0.5; done; echo 'no s
 
 
 @pytest.mark.podman
-async def test_a_failed_session_is_explained_and_generation_held(tmp_path: Path) -> None:
+async def test_a_failed_session_is_explained_and_generation_held(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="polarnode")
     config = NodeConfig(
         engine="simulated", gpus=(0,), port=0, state_dir=str(tmp_path / "state"), warm=0, node_id="n0"
     )
@@ -419,6 +423,8 @@ async def test_a_failed_session_is_explained_and_generation_held(tmp_path: Path)
             status = await here.done("status")
             raw = json.loads(await here.done("weights", "--json"))
             resumed = await here.done("resume")
+            await client.update_weights("v1", path=str(TINY_MODEL))
+            served = (await here.done("weights")).splitlines()
             wrong = await here.invoke("pause", "--mode", "drain")
     assert followed.splitlines() == [*(f"step {number}" for number in range(1, 9)), "no such file"]
     assert "failed" in watched
@@ -429,4 +435,12 @@ async def test_a_failed_session_is_explained_and_generation_held(tmp_path: Path)
     assert "generation is held (retract): polarnode resume" in status
     assert raw["paused"] == "retract"
     assert resumed == "weights 0 · generation goes on\n"
+    assert served[0] == "weights v1 · generation goes on"
+    assert served[3].split()[:3] == ["v1", "in_place", "disk"]
+    for line in (
+        "engine host 0 is ready, with weights 0",
+        "task steps is taken: 1 sessions of shell",
+        "weights v1 are served (in_place,",
+    ):
+        assert line in caplog.text
     assert (wrong.exit_code, "'drain' is not one of" in wrong.output) == (2, True)
