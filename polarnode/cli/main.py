@@ -11,6 +11,7 @@ import click
 
 from polarnode.cli import NODE
 from polarnode.cli.fleet import fleet
+from polarnode.cli.image import image
 from polarnode.cli.options import (
     as_exit,
     config_of,
@@ -587,4 +588,5 @@ def gym_agent(
 
 
 main.add_command(fleet)
+main.add_command(image)
 add_verbs(main)

@@ -18,6 +18,7 @@ from rich.live import Live
 from polarnode.cli import output
 from polarnode.cli.options import EXIT_INTERRUPTED, interrupted
 from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.progress import Steps
 from polarnode.cli.sources import SourceSelection, build_images, checked, note_lines, written_whole
 from polarnode.cli.stopping import StopRequest, stop_on_signals
 from polarnode.core import codec
@@ -48,7 +49,12 @@ async def on_own_node(
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
-        async with open_node(config, report=lambda text: console.print(f"· {text}", style="dim")) as node:
+        steps = Steps(
+            lambda text: console.print(f"· {text}", style="dim"), console, f"logs: {config.state_dir}"
+        )
+        nursery.start_soon(steps.show)
+        async with open_node(config, report=steps.report) as node:
+            steps.end()
             result = await work(node, stop)
         nursery.cancel_scope.cancel()
     return result

@@ -5,13 +5,16 @@ The first SIGINT or SIGTERM ends the sessions and delivers their trajectories; t
 """
 
 import logging
+import os
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import trio
 from rich.console import Console
 
 from polarnode.cli.output import open_console
+from polarnode.cli.progress import Steps
 from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
@@ -47,7 +50,9 @@ def serve(config: NodeConfig) -> int:
     checks.refuse_unfit(config)
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         open_node_log(state)
+    logger.info("node %s starts: polarnode %s, process %d", config.node_id, version("polarnode"), os.getpid())
     trio.run(_serve, config, open_console())
+    logger.info("node %s has stopped", config.node_id)
     return 0
 
 
@@ -55,12 +60,18 @@ async def _serve(config: NodeConfig, console: Console) -> None:
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
+        steps = Steps(
+            lambda text: console.print(f"· {text}", style="dim"), console, f"logs: {config.state_dir}"
+        )
+        nursery.start_soon(steps.show)
         async with (
-            open_node(config, report=lambda text: console.print(f"· {text}", style="dim")) as node,
+            open_node(config, report=steps.report) as node,
             serve_control_plane(node) as address,
             open_background(partial(_stop_as_orphan, node, stop)),
             open_background(partial(_announce, node, address)),
         ):
+            steps.end()
+            logger.info("node %s serves model %s: it takes tasks", config.node_id, node.model.name)
             scheme = "http" if config.tls_cert is None else "https"
             url = f"{scheme}://{address.host}:{address.port}"
             if config.join is not None:
@@ -104,6 +115,8 @@ async def _announce(node: Node, served: Address, ready: trio.Event) -> None:
 
 async def _end(node: Node, console: Console) -> None:
     console.print("· stopping: sessions are ended and saved; press Ctrl-C again to exit at once", style="dim")
+    live = node.scheduler.statistics().live
+    logger.info("node %s stops: %d sessions are ended and saved", node.node_id, live)
     await node.stop(cancel=True)
 
 

@@ -22,7 +22,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
 from polarnode.node.config import NodeConfig
 from polarnode.sources.source import read_source
-from polarnode.sources.values import Kind, Overrides, SourcedTask, Unread
+from polarnode.sources.values import Build, Kind, Overrides, SourcedTask, Unread
 
 # ── tasks and files ───────────────────────────────────────────────────────────
 
@@ -86,17 +86,29 @@ def note_lines(tasks: Sequence[SourcedTask]) -> list[str]:
 def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, report: Callable[[str], None]) -> None:
     """Build, on this machine, the images of tasks that come with a build folder."""
     builds = [task.build for task in tasks if task.build is not None]
-    if not builds:
-        return
+    if builds:
+        build_folders(builds, config, report)
+
+
+def build_folders(
+    builds: Sequence[Build], config: NodeConfig, report: Callable[[str], None], *, again: bool = False
+) -> None:
+    """Build images in the store of a node, on this machine; those that exist too where `again` is set."""
     import trio
 
+    from polarnode.cli.progress import Steps
     from polarnode.containers.images import build_task_images
     from polarnode.node.settings import runtimes_settings  # heavy, so imported only to build
 
     settings, log = runtimes_settings(config), Path(config.state_dir) / "images.log"
 
+    steps = Steps(report, hint=f"log: {log}")
+
     async def build() -> None:
-        await build_task_images(settings, builds, log=log, report=report)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(steps.show)
+            await build_task_images(settings, builds, log=log, report=steps.report, again=again)
+            steps.end()
 
     trio.run(build)
 

@@ -307,19 +307,30 @@ def _locked(held: int) -> bool:
 
 
 async def build_task_images(
-    settings: RuntimesSettings, builds: Iterable[Build], *, log: Path, report: Callable[[str], None]
+    settings: RuntimesSettings,
+    builds: Iterable[Build],
+    *,
+    log: Path,
+    report: Callable[[str], None],
+    again: bool = False,
 ) -> None:
-    """Build the images of these folders; one that exists, by the digest of its folder, is not built again.
+    """Build the images of these folders; one that exists, by the digest of its folder, is not built again
+    unless `again`.
 
-    Raises RuntimeFault with the end of the build's log.
+    Raises RuntimeFault with the end of the build's log, and Refused for the name of a recipe.
     """
     by_image = {build.image: build for build in builds}
     if not by_image:
         return
     builder = await open_builder(settings, log, report)
-    for build in [build for build in by_image.values() if not await builder.exists(build.image)]:
+    for build in by_image.values():
+        if builder.recipes.find(build.image) is not None:
+            raise Refused(
+                f"{build.image} is one of polarnode's own images: choose another name, as in mine/agent"
+            )
+    for build in [each for each in by_image.values() if again or not await builder.exists(each.image)]:
         async with builder.building():
-            if not await builder.exists(build.image):
+            if again or not await builder.exists(build.image):
                 report(f"building {build.image} from {build.folder}")
                 with trio.move_on_after(build.limit_s) as clock:
                     await _build(builder, build)

@@ -324,6 +324,8 @@ def test_commands_that_are_named_exist(page: Path) -> None:
         words = [word for word in line.split() if word not in ("…", "/")]
         verb = command if words[0].startswith("-") else command.commands.get(words[0])
         assert verb is not None, f"{page.name}: polarnode {line}"
+        if isinstance(verb, click.Group) and len(words) > 1:
+            verb = verb.commands.get(words[1], verb)
         known = {option for each in verb.params for option in each.opts} | {"--help"}
         assert {word for word in words if word.startswith("-")} <= known, f"{page.name}: polarnode {line}"
 
