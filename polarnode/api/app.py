@@ -45,7 +45,7 @@ from polarnode.core.trajectory import Status
 from polarnode.groups.group import GroupState
 from polarnode.http.asgi import BrowserGuard, RouteRow, admit_request, guard_browsers
 from polarnode.http.compression import compress_answers
-from polarnode.http.connections import place_of
+from polarnode.http.places import place_of
 from polarnode.journal.values import EventKind
 from polarnode.trainers import FORMATS
 

@@ -54,9 +54,10 @@ from polarnode.http.asgi import (
     drained,
     header_map,
     read_body,
+    respond_of,
     writes_of,
 )
-from polarnode.http.connections import KEY_CONNECTIONS, place_of
+from polarnode.http.places import KEY_CONNECTIONS, place_of
 from polarnode.merge.attach import regrouped
 from polarnode.providers.contract import JSON_TYPE, Envelope, Fault, Reply
 from polarnode.providers.dialect import Route, missed, not_found_dialect, route, session_keys
@@ -284,9 +285,8 @@ class ModelPlane:
         async def endpoint(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
                 self._admit(scope, session_id)
-                await self._http(
-                    scope, receive, Responder(send, token_hex(16), writes_of(scope)), session_id, budget
-                )
+                responder = Responder(send, token_hex(16), writes_of(scope), respond_of(scope))
+                await self._http(scope, receive, responder, session_id, budget)
 
         return endpoint
 

@@ -22,7 +22,8 @@ from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 from polarnode.core.codec.json import read_json
 from polarnode.core.codec.limits import BODY_VALUES, check_body_size, check_nesting
 from polarnode.core.conversation import Json
-from polarnode.http.connections import DEPARTURE, WRITES, ConnectionWrites, Departure, admit
+from polarnode.http.connections import DEPARTURE, RESPOND, WRITES, ConnectionWrites, Departure, Head, Respond
+from polarnode.http.places import admit
 from polarnode.providers.contract import Reply
 
 # ── browsers ────────────────────────────────────────────────────────────
@@ -298,6 +299,11 @@ def departure_of(scope: HTTPScope) -> Departure | None:
     return cast("dict[str, Departure]", scope.get("state") or {}).get(DEPARTURE)
 
 
+def respond_of(scope: HTTPScope) -> Respond | None:
+    """What writes a request's response past ASGI; None under a server other than `open_server`'s."""
+    return cast("dict[str, Respond]", scope.get("state") or {}).get(RESPOND)
+
+
 @define(eq=False)
 class Responder:
     """The response to one request. `request_id` is sent as `x-request-id`.
@@ -310,46 +316,50 @@ class Responder:
     send: ASGISendCallable
     request_id: str
     connection: ConnectionWrites | None = None
+    respond: Respond | None = None  # writes the response past ASGI, where its server offers that
     opened: bool = field(default=False, init=False)
     delivered: bool = field(default=False, init=False)
     _taken: bool = field(default=False, init=False)  # whether the socket took the last bytes
+    # of a stream, which leave with its end
+    _last: tuple[Head | None, bytes] = field(default=(None, b""), init=False)
 
     async def reply(self, reply: Reply) -> None:
         """Send a whole response."""
-        length = ("content-length", str(len(reply.body)))
-        await self._start(reply.status, (*reply.headers, length))
-        await self._body(reply.body, more=False)
+        headers = (*reply.headers, ("content-length", str(len(reply.body))))
+        await self._send(self._head(reply.status, headers), reply.body, end=True)
         self.delivered = self._taken
 
     async def stream(self, data: bytes, content_type: str, *, last: bool = False) -> None:
         """Send bytes of a stream; the first open it. The `last` bytes are sent together with the stream's
         end: call `end` next.
         """
-        if not self.opened:
-            await self._start(200, (("content-type", content_type), ("cache-control", "no-cache")))
-        if last and self.connection:
-            self.connection.hold_next = True
-        await self._body(data, more=True)
+        headers = (("content-type", content_type), ("cache-control", "no-cache"))
+        head = None if self.opened else self._head(200, headers)
+        if last and self.respond is not None:
+            self._last, self._taken = (head, data), False
+        else:
+            await self._send(head, data, end=False)
 
     async def end(self) -> None:
         """End the stream properly."""
         taken = self._taken
-        await self._body(b"", more=False)
+        await self._send(*self._last, end=True)
         self.delivered = taken or self._taken  # `_taken` where the last bytes were held for this
 
-    async def _start(self, status: int, headers: tuple[tuple[str, str], ...]) -> None:
+    def _head(self, status: int, headers: tuple[tuple[str, str], ...]) -> Head:
         self.opened = True
-        spelled = [
+        return status, [
             (name.encode(), value.encode()) for name, value in (*headers, ("x-request-id", self.request_id))
         ]
-        if self.connection:
-            # head and body in one write: the first bytes of the body follow at once
-            self.connection.hold_next = True
-        await self.send({"type": "http.response.start", "status": status, "headers": spelled})
 
-    async def _body(self, data: bytes, *, more: bool) -> None:
+    async def _send(self, head: Head | None, data: bytes, *, end: bool) -> None:
+        if self.respond is None and head is not None:
+            await self.send({"type": "http.response.start", "status": head[0], "headers": head[1]})
         before = self.connection.writes if self.connection else 0
-        await self.send({"type": "http.response.body", "body": data, "more_body": more})
+        if self.respond is not None:
+            await self.respond(head, data, end=end)
+        else:
+            await self.send({"type": "http.response.body", "body": data, "more_body": not end})
         self._taken = self.connection is None or (
             self.connection.writes > before and not self.connection.broken
         )

@@ -41,7 +41,8 @@ from quart_trio.wrappers.request import TrioBody
 
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.http.asgi import BODY_S, DRAINED_BYTES
-from polarnode.http.connections import PLAIN, RECEIVED_BYTES, Connection, Place, Places, refusal_bytes
+from polarnode.http.connections import PLAIN, RECEIVED_BYTES, Connection, refusal_bytes
+from polarnode.http.places import Place, Places
 
 logger = logging.getLogger(__name__)
 

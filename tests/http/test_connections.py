@@ -13,7 +13,7 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 
 from polarnode.http import connections, server
 from polarnode.http.asgi import BodyBudget, header_map, read_body
-from polarnode.http.connections import Place, Places, admit, place_of
+from polarnode.http.places import Place, Places, admit, place_of
 from polarnode.http.server import Address, open_server
 
 ANYWHERE = Address(host="127.0.0.1", port=0)

@@ -15,9 +15,9 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 from tls_kit import Authority
 
 from polarnode.core.errors import ConfigError
-from polarnode.http import connections, server
+from polarnode.http import places, server
 from polarnode.http.asgi import BodyBudget, header_map, read_body
-from polarnode.http.connections import Tries, admit
+from polarnode.http.places import Tries, admit
 from polarnode.http.server import Address, Certificate, open_server
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
@@ -145,8 +145,8 @@ async def test_a_handshake_that_takes_too_long_ends(
 async def test_handshakes_without_a_key_use_up_their_addresss_tries_and_a_key_gives_one_back(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "TRIES", 4)
-    monkeypatch.setattr(connections, "TRIES_PER_S", 0.0)
+    monkeypatch.setattr(places, "TRIES", 4)
+    monkeypatch.setattr(places, "TRIES_PER_S", 0.0)
     context = trusting(authority)
 
     async def asked(headers: "dict[str, str]", source: str = "127.0.0.1") -> bool:
@@ -171,15 +171,13 @@ async def test_handshakes_without_a_key_use_up_their_addresss_tries_and_a_key_gi
 
 def test_tries_come_back_with_time_and_are_never_more_than_at_first() -> None:
     tries = Tries()
-    assert [tries.take("a", 0.0) for _ in range(connections.TRIES + 1)] == [True] * connections.TRIES + [
-        False
-    ]
+    assert [tries.take("a", 0.0) for _ in range(places.TRIES + 1)] == [True] * places.TRIES + [False]
     assert [tries.take("a", 0.1) for _ in range(3)] == [True, True, False]
     assert tries.take("b", 0.1)
-    assert sum(tries.take("a", 1e6) for _ in range(2 * connections.TRIES)) == connections.TRIES
-    for number in range(2 * connections.ADDRESSES):
+    assert sum(tries.take("a", 1e6) for _ in range(2 * places.TRIES)) == places.TRIES
+    for number in range(2 * places.ADDRESSES):
         tries.take(str(number), 1e6)
-    assert len(tries._left) == connections.ADDRESSES
+    assert len(tries._left) == places.ADDRESSES
 
 
 async def test_ipv6_networks_are_one_address(monkeypatch: pytest.MonkeyPatch) -> None:

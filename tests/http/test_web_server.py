@@ -19,8 +19,9 @@ from quart_trio import QuartTrio
 
 from polarnode.core.errors import ConfigError
 from polarnode.http import connections, server
-from polarnode.http.asgi import Responder, writes_of
+from polarnode.http.asgi import Responder, respond_of, writes_of
 from polarnode.http.server import Address, MendedConnection, listening_socket, mend, open_server
+from polarnode.providers.contract import Reply
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
 GET = b"GET %b HTTP/1.1\r\nHost: node\r\n\r\n"
@@ -130,22 +131,28 @@ async def test_a_connection_is_as_patient_after_each_answer_and_waits_for_a_late
             assert await stream.receive_some() == b""
 
 
-async def test_a_head_that_may_wait_leaves_with_the_first_bytes_behind_it() -> None:
+async def test_a_whole_response_is_one_write() -> None:
     writes: list[int] = []
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         assert scope["type"] == "http"
-        wire = writes_of(scope)
-        assert wire is not None
-        wire.hold_next = scope["path"] == "/held"
-        await plain_app(scope, receive, send)
-        writes.append(wire.writes)
+        responder = Responder(send, "1", writes_of(scope), respond_of(scope))
+        body = b"ok" if scope["path"] == "/" else b""
+        await responder.reply(Reply(status=200, headers=(("content-type", "text/plain"),), body=body))
+        assert responder.delivered
+        assert responder.connection is not None
+        writes.append(responder.connection.writes)
 
     async with open_server(app, ANYWHERE) as address, connected(address) as stream:
-        for path in (b"/held", b"/", b"/held"):
-            await stream.send_all(GET % path)
-            assert (await read_answer(stream)).endswith(b"ok")
-    assert writes[1] - writes[0] == 1 + writes[2] - writes[1]
+        with trio.fail_after(10):
+            for path, end in ((b"/", b"\r\n\r\nok"), (b"/empty", b"\r\n\r\n"), (b"/", b"\r\n\r\nok")):
+                await stream.send_all(GET % path)
+                assert (await read_answer(stream)).endswith(end)
+            await stream.send_all(CLOSE.replace(b"GET", b"HEAD"))
+            head = await read_to_end(stream)
+    assert b"content-length: 2" in head
+    assert head.endswith(b"\r\n\r\n")
+    assert writes == [1, 2, 3, 4]
 
 
 async def test_the_last_bytes_of_a_stream_leave_with_its_end_and_are_known_to_be_delivered() -> None:
@@ -153,7 +160,7 @@ async def test_the_last_bytes_of_a_stream_leave_with_its_end_and_are_known_to_be
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         assert scope["type"] == "http"
-        responder = Responder(send, "1", writes_of(scope))
+        responder = Responder(send, "1", writes_of(scope), respond_of(scope))
         assert responder.connection is not None
         await responder.stream(b"first ", "text/plain")
         before = responder.connection.writes

@@ -346,14 +346,16 @@ async def test_another_server_than_ours_is_believed() -> None:
 
 @pytest.mark.parametrize(("reads", "expected"), [(1 << 30, True), (10, False)])
 @pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("directly", [False, True])
 async def test_over_a_socket_the_server_says_what_was_taken(
-    reads: int, expected: bool, streamed: bool
+    reads: int, expected: bool, streamed: bool, directly: bool
 ) -> None:
     found = list[bool]()
     ended = trio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        responder = Responder(send, "id", asgi.writes_of(scope))
+        respond = asgi.respond_of(scope) if directly else None
+        responder = Responder(send, "id", asgi.writes_of(scope), respond)
         body = b"x" * (64 << 20)  # more than any socket's buffers
         if streamed:
             await responder.stream(body, "text/plain")

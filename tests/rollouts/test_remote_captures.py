@@ -15,7 +15,7 @@ from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, answers
 from tls_kit import Authority
 
-from polarnode.http import asgi, connections
+from polarnode.http import asgi, places
 from polarnode.http.server import Certificate
 
 CHAT: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -116,8 +116,8 @@ async def test_without_an_open_captures_key_every_route_answers_the_same(desk: D
 async def test_wrong_keys_are_counted_by_the_address_they_come_from(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "TRIES", 5)
-    monkeypatch.setattr(connections, "TRIES_PER_S", 0.0)
+    monkeypatch.setattr(places, "TRIES", 5)
+    monkeypatch.setattr(places, "TRIES_PER_S", 0.0)
     opened = await desk.open()
     url = f"{opened['base_urls']['openai']}/chat/completions"
 
@@ -140,7 +140,7 @@ async def test_wrong_keys_are_counted_by_the_address_they_come_from(
 async def test_a_key_has_its_share_of_the_connections_and_no_more(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "KEY_CONNECTIONS", 2)
+    monkeypatch.setattr(places, "KEY_CONNECTIONS", 2)
     one, two = await desk.open(), await desk.open()
     url = f"{one['base_urls']['openai']}/models"
     async with agent(tmp_path) as first, agent(tmp_path) as second, agent(tmp_path) as third:
