@@ -288,11 +288,22 @@ class Engines:
             await self._changed.wait()
 
     async def _choose(self, affinity: str, load: Callable[[Host], int]) -> Host:
+        """The host that serves a call, once there is one."""
+        loads = self._loads(load)
+        if not loads:  # a scope for each call would cost it 20 us
+            loads = await self._awaited_loads(load)
+        resident = next((host.index for host in self._hosts if host.residents.has(affinity)), None)
+        return self._hosts[self._router.choose(affinity, loads, resident)]
+
+    def _loads(self, load: Callable[[Host], int]) -> dict[int, int]:
+        """The load of each host that serves; empty while weights are updated."""
+        if self._update is not None:
+            return {}
+        return {host.index: load(host) for host in self._hosts if host.state == "ready"}
+
+    async def _awaited_loads(self, load: Callable[[Host], int]) -> dict[int, int]:
         with trio.move_on_after(WAIT_FOR_HOST) as patience:
-            while (
-                not (loads := {host.index: load(host) for host in self._hosts if host.state == "ready"})
-                or self._update is not None
-            ):
+            while not (loads := self._loads(load)):
                 if all(host.state == "failed" for host in self._hosts):
                     raise EngineError(
                         f"every engine host keeps dying and was given up: {self._hosts[0].last_error}",
@@ -305,8 +316,7 @@ class Engines:
                     else min(patience.deadline, trio.current_time() + WAIT_FOR_HOST)
                 )
                 await self._changed.wait()
-            resident = next((host.index for host in self._hosts if host.residents.has(affinity)), None)
-            return self._hosts[self._router.choose(affinity, loads, resident)]
+            return loads
         raise EngineError(f"no engine host served within {WAIT_FOR_HOST:.0f} s: {self._hosts[0].last_error}")
 
     async def _wait_settled(self) -> None:
