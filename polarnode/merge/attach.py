@@ -34,7 +34,6 @@ from polarnode.merge.fingerprint import (
     Trail,
     advance,
     label,
-    numbers_of,
     root_key,
     same_text,
     thinking_letter,
@@ -418,7 +417,7 @@ def attach(
 
 def _walk(root: str, walk: _Pass) -> _Pass:
     """Pass over the messages once, starting after those whose results an earlier request's pass supplies."""
-    numbers = numbers_of(walk.messages)
+    numbers = walk.memo.numbers(walk.messages)
     trail, length = walk.memo.trails.longest(root, numbers)
     walk.keys.append(root)
     walk.diverged = length if trail is not None and length < min(len(numbers), len(trail.numbers)) else None

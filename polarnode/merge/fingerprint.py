@@ -14,9 +14,10 @@ message's number.
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from json import JSONDecoder
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import orjson
@@ -215,7 +216,7 @@ def root_key(tools: str, thinking: str) -> str:
 
 def advance(key: str, message: Message, *, canonical: Callable[[str], str] | None = None) -> str:
     """The key after one more message. O(bytes of the message). `canonical` memoises `canonical_arguments`."""
-    spell = canonical or canonical_arguments
+    spell = canonical or _canonical
     if message.role != "assistant":
         return _digest(f"{key}{message.role}|{message.text}")
     parts = [message.text.strip(_BLANK)]
@@ -242,6 +243,16 @@ def canonical_arguments(arguments: str) -> str:
         return "!" + arguments
 
 
+# of the calls that were answered last: each is read for its turn's key, to check it, and in the next request
+_LATEST_CALLS: Final = 256
+_latest_canonical = lru_cache(_LATEST_CALLS)(canonical_arguments)
+
+
+def _canonical(arguments: str) -> str:
+    short = len(arguments) <= _REMEMBERED_LENGTH
+    return _latest_canonical(arguments) if short else canonical_arguments(arguments)
+
+
 @define(eq=False)
 class Memo:
     """Results that a session's requests repeat: each brings its tools and its whole history again, and
@@ -256,6 +267,8 @@ class Memo:
     _arguments: dict[str, str] = field(factory=dict)
     _prepared: dict[str, str] = field(factory=dict)
     _latest_tools: tuple[tuple[Sequence[Tool], str], ...] = ()  # the lists themselves, with their keys
+    # of the request before: dialects return the very messages that a request repeats
+    _latest: tuple[Sequence[Message], "array[int]"] = ((), array("q"))
 
     def prepare(self, conversation: Conversation) -> None:
         """Read the tools and the calls of a request that will be planned, in any thread: a call with a
@@ -281,6 +294,15 @@ class Memo:
         self._latest_tools = ((tools, key), *self._latest_tools[: _LATEST_TOOLS - 1])
         return key
 
+    def numbers(self, messages: Sequence[Message]) -> "array[int]":
+        """As `numbers_of`. Those of messages that the request before had are known."""
+        latest, known = self._latest
+        same = list(map(is_, latest, messages))
+        shared = same.index(False) if False in same else len(same)
+        numbers = known[:shared] + numbers_of(messages[shared:])
+        self._latest = (messages, numbers)
+        return numbers
+
     def _key_of(self, tools: Sequence[Tool]) -> str:
         try:
             written = orjson.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
@@ -297,7 +319,7 @@ class Memo:
         cached = self._arguments.get(arguments) or self._prepared.get(arguments)
         if cached is not None:
             return cached
-        read = canonical_arguments(arguments)
+        read = _canonical(arguments)
         if len(arguments) <= _REMEMBERED_LENGTH:
             _make_room(self._arguments, _REMEMBERED_CALLS)
             self._arguments[arguments] = read

@@ -90,6 +90,20 @@ def test_messages_of_other_keys_have_other_numbers(other: Message) -> None:
     assert len({advance(root_key("-", "d"), message) for message in messages}) == 4
 
 
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_memo_s_numbers_are_those_of_the_messages(requests: list[list[tuple[int, bool]]]) -> None:
+    memo, kept = Memo(), [user(str(number)) for number in range(4)]
+    for request in requests:
+        messages = [kept[number] if same else user(str(number)) for number, same in request]
+        assert memo.numbers(messages) == numbers_of(messages)
+
+
 # ── with and without ──────────────────────────────────────────────────────────
 
 
