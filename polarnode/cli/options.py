@@ -28,6 +28,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_URL = "http://127.0.0.1:8080"
 SAMPLES = click.IntRange(min=1, max=4096)  # the limit of the task itself
 SOURCE_OPTIONS = ("kind", "harness", "samples", "over", "only", "limit", "split", "image_template")
+ENGINE_ARG = "An argument of SGLang, such as attention_backend=triton; repeatable."
 CONVERTED = (
     "config_file",
     "gpus",
@@ -35,6 +36,7 @@ CONVERTED = (
     "join",
     "allowed_hosts",
     "adapters",
+    "engine_args",
     "labels",
 )  # flags whose form differs from the config's field
 
@@ -104,6 +106,7 @@ def node_options(command: Command) -> Command:
         ),
         click.option("--lora-rank", type=int, help="Largest rank of adapters. [default: 0, none taken]"),
         click.option("--adapter", "adapters", metavar="NAME=FOLDER", multiple=True, help="One to serve."),
+        click.option("--engine-arg", "engine_args", metavar="NAME=VALUE", multiple=True, help=ENGINE_ARG),
         click.option("--label", "labels", metavar="NAME=VALUE", multiple=True, help="Tasks require it."),
         click.option("--run-limit", type=int, help="Most harnesses running at once. [default: 64]"),
         click.option(
@@ -253,6 +256,8 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
             if bad := [first for first, _, second in named if not second]:
                 raise ConfigError(f"{flag} {bad[0]}: write it as {form}")
             flags[name] = {first: second for first, _, second in named}
+    if params.get("engine_args"):
+        flags["engine_args"] = dict(map(_engine_argument, params["engine_args"]))
     if params.get("join") is not None:
         flags["join"] = _secret_of("--join", params["join"])
     file: Path | None = params.get("config_file")
@@ -264,6 +269,18 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     if file is not None and "token" in tomllib.loads(toml or ""):
         _warn_if_readable(file)
     return config
+
+
+def _engine_argument(text: str) -> tuple[str, Json]:
+    """NAME=VALUE: the name as SGLang or its command line writes it, the value as in TOML, else a text."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise ConfigError(f"--engine-arg {text}: write it as NAME=VALUE, such as attention_backend=triton")
+    try:
+        read: Json = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        read = value
+    return name.strip("-").replace("-", "_"), read
 
 
 def _secret_of(option: str, given: str) -> str:

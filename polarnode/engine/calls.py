@@ -120,7 +120,7 @@ def sampling_parameters(sampling: Sampling, *, max_tokens: int) -> dict[str, Jso
     request.
 
     `stop` strings are the node's to watch. A seed only has meaning with `enable_deterministic_inference`
-    among the extra engine arguments.
+    among the engine's arguments (`engine_args`).
     """
     return {
         "max_new_tokens": max_tokens,

@@ -2,8 +2,8 @@
 did not start. Pure.
 
 An argument that the node relies on is RESERVED; every other one of SGLang's can be given through `extra`,
-unchecked here because SGLang checks its own. A row of ADVICE is a pattern seen in a real log and a remedy in
-the words of the command line; the first match wins, so special patterns come first.
+compared with SGLang's own types by `embedded/arguments.py`. A row of ADVICE is a pattern seen in a real log
+and a remedy in the words of the command line; the first match wins, so special patterns come first.
 """
 
 import json
@@ -32,17 +32,31 @@ CPU_STREAM_INTERVAL = 4
 # do
 GPU_STREAM_INTERVAL = 16
 
-RESERVED = frozenset(
-    {
-        "model_path", "device", "tp_size", "dp_size", "base_gpu_id", "skip_tokenizer_init",
-        "incremental_streaming_output", "weight_version", "nccl_port", "context_length", "dtype",
-        "mem_fraction_static", "max_total_tokens", "max_running_requests",
-        "enable_return_routed_experts", "enable_memory_saver", "enable_weights_cpu_backup", "enable_lora",
-        "lora_paths", "max_lora_rank", "lora_target_modules", "max_loras_per_batch", "max_loaded_loras",
-        "enable_session_radix_cache", "enable_hierarchical_cache", "hicache_size", "hicache_ratio",
-        "hicache_write_policy",
-    }
-)  # fmt: skip
+# arguments of SGLang that the node relies on, and what to use instead or why not
+_ONE_HOST = "an engine host is one process on one machine, with the GPUs that --gpus and --tp give it"
+_ADAPTERS = "use lora_rank, lora_modules, lora_slots and --adapter"
+_CACHE = "use host_cache_gb"
+RESERVED: Mapping[str, str] = {
+    "model_path": "use --model",
+    "context_length": "use --context-length",
+    "device": "use --cpu or --gpus",
+    "tp_size": "use --tp",
+    "mem_fraction_static": "use mem_fraction",
+    **dict.fromkeys(("dp_size", "pp_size", "nnodes", "node_rank", "base_gpu_id", "gpu_id_step"), _ONE_HOST),
+    "disaggregation_mode": "an engine both reads prompts and samples",
+    "skip_tokenizer_init": "the node sends and reads token ids",
+    "incremental_streaming_output": "the node reads the tokens of each chunk alone",
+    "weight_version": "the node names the weights it serves",
+    "nccl_port": "the node chooses a free port for each engine host",
+    "preferred_sampling_params": "tasks and harnesses set how they sample",
+    "enable_return_routed_experts": "use --routed-experts",
+    **dict.fromkeys(("enable_memory_saver", "enable_weights_cpu_backup"), "use memory_saver"),
+    **dict.fromkeys(("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"), _ADAPTERS),
+    **dict.fromkeys(("max_loras_per_batch", "max_loaded_loras"), _ADAPTERS),
+    "enable_session_radix_cache": "use session_cache",
+    **dict.fromkeys(("enable_hierarchical_cache", "hicache_size", "hicache_ratio"), _CACHE),
+    "hicache_write_policy": _CACHE,
+}
 
 # the linear layers of a transformer, as PEFT names them; every family that is served has these
 LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -132,8 +146,9 @@ def check(settings: EngineSettings) -> None:
             f"--model {settings.model_path}: there is no config.json; name a folder with a Hugging Face"
             " checkpoint"
         )
-    if taken := sorted(RESERVED & set(settings.extra)):
-        raise _wrong(f"extra engine arguments may not hold {', '.join(taken)}: use the dedicated setting")
+    for name in settings.extra:
+        if name in RESERVED:
+            raise _wrong(f"--engine-arg {name} is the node's own: {RESERVED[name]}")
     if settings.routed_experts and (reason := unrouted(settings)):
         raise _wrong(f"--routed-experts: {reason}")
     if settings.memory_saver != "off" and (settings.device == "cpu" or settings.simulated is not None):
@@ -507,7 +522,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
     (r"divisible|num_attention_heads.*tp|tp_size", "change --tp to a number that divides the model's heads"),
     (
         r"unexpected keyword argument|ServerArgs",
-        "an extra engine argument is unknown to this SGLang: remove or correct it",
+        "an argument of --engine-arg is unknown to this SGLang: remove or correct it",
     ),
     (r"dtype", "change the engine's dtype"),
     (
@@ -523,7 +538,7 @@ ADVICE: tuple[tuple[str, str], ...] = (
     ),
     (r"No space left|Errno 28", "the disk or /dev/shm is full: make room"),
 )
-_UNKNOWN = 'read the log; with extra engine argument log_level = "info" it says more'
+_UNKNOWN = "read the log; with --engine-arg log_level=info it says more"
 _ERROR = re.compile(r"^\s*(?:\[[^\]]*\]\s*)*((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Exit)\b.*)$")
 _NOISE = re.compile(
     r"kill_process_tree|SIGQUIT|[Ww]arn|resource_tracker|^\s*(File \"|\^|~|During handling)|Ignore import"

@@ -7,12 +7,14 @@ Invariant: a finding is not ok only if a node would not start with these setting
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +27,7 @@ from polarnode.containers.probe import Finding, default_state_dir, probe
 from polarnode.containers.recipes import Recipes, default_runtimes_dir, read_recipes
 from polarnode.core.codec.limits import address
 from polarnode.core.errors import ConfigError, EngineError
-from polarnode.engine.settings import check
+from polarnode.engine.settings import RESERVED, check
 from polarnode.http.server import Certificate
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 from polarnode.node.node import captures_certificate, captures_listener, control_certificate
@@ -35,6 +37,7 @@ HANDSHAKE_STEPS = 3  # of each side: hello, keys, finished
 RENEWAL_DAYS = 14  # left of a certificate: those of 90 days are renewed when 30 are
 NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs with a broken driver
 DEVICES = Path("/dev")
+ARGUMENTS_S = 120.0  # seconds; SGLang's import takes 5 on an idle machine
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: Qwen/Qwen3-8B
 
 # ── together ──────────────────────────────────────────────────────────────────
@@ -56,6 +59,8 @@ def requirements(config: NodeConfig) -> Iterator[Finding]:
     if has_own_engine(config):
         yield sglang(config)
         yield gpus(config, os.environ)
+        if config.engine_args and not RESERVED.keys() & config.engine_args.keys():
+            yield engine_arguments(config, os.environ)
     yield from checkpoint(config)
     yield from control_plane(config)
     yield from captures(config)
@@ -132,6 +137,30 @@ def _count_gpus() -> int:
         ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False
     )
     return sum(line.startswith("GPU ") for line in asked.stdout.splitlines())
+
+
+def engine_arguments(config: NodeConfig, environment: Mapping[str, str]) -> Finding:
+    """Whether this SGLang has the arguments of `engine_args` with these values: another process asks it."""
+    names, remedy = ", ".join(config.engine_args), "see docs/engines.md#arguments-of-sglang"
+    platform = "polarnode_cpu" if config.cpu else ""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-m", "polarnode.engine.embedded.arguments"],
+            input=json.dumps(dict(config.engine_args)),
+            env={**environment, "SGLANG_PLATFORM": platform},
+            capture_output=True,
+            text=True,
+            timeout=ARGUMENTS_S,
+            check=True,
+        )
+        faults = json.loads(asked.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        last = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+        what = f"SGLang cannot be asked for its arguments: {last}"
+        return Finding(name="engine arguments", ok=False, what=what, remedy="see the finding sglang")
+    if faults:
+        return Finding(name="engine arguments", ok=False, what="; ".join(faults), remedy=remedy)
+    return Finding(name="engine arguments", ok=True, what=f"{names}: as SGLang has them")
 
 
 def checkpoint(config: NodeConfig) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ FLAGS = {
     "import_paths": "--allow-import",
     "allowed_hosts": "--allowed-host",
     "adapters": "--adapter",
+    "engine_args": "--engine-arg",
     "labels": "--label",
 }
 MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
@@ -128,6 +129,7 @@ class NodeConfig:
     resume_weights: bool = True
     # MiB a session may carry beside ids and logprobs: 5 times the experts of 128k tokens on 48 layers of 8
     carried_mb: int = 256
+    engine_args: Mapping[str, Json] = field(factory=dict)  # further arguments of SGLang, by their names there
     host: str = "127.0.0.1"
     port: int = 8080
     # PEM files of the control plane's certificate with the chain, and of the key; read again when they
@@ -390,6 +392,8 @@ def _check(config: NodeConfig) -> None:
         _check_teacher(name, teacher, config)
     if config.lora_rank < 0:
         raise ConfigError("lora_rank must be 0 or more: 0 takes no adapters")
+    if config.engine_args and config.engine != "sglang":
+        raise ConfigError("engine_args are for the node's own SGLang: leave them out with another --engine")
     if config.host_cache_gb < 0:
         raise ConfigError("host_cache_gb must be 0 or more: 0 keeps nothing of the KV cache in main memory")
     if config.adapters and not config.lora_rank:

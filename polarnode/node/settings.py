@@ -48,6 +48,7 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel | None) 
         host_cache_gb=config.host_cache_gb,
         lora_modules=config.lora_modules,
         lora_slots=config.lora_slots,
+        extra=config.engine_args,
     )
     if model is None or config.engine == "sglang":
         return settings

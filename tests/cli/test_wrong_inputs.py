@@ -80,6 +80,9 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("--cpu --host 0.0.0.0", "--host 0.0.0.0 can be reached from outside: set a bearer token"),
     ("--cpu --lora-rank -1", "--lora-rank must be 0 or more"),
     ("--cpu --adapter me", "--adapter me: write it as NAME=FOLDER"),
+    ("--cpu --engine-arg foo", "--engine-arg foo: write it as NAME=VALUE, such as attention_backend=triton"),
+    ("--engine simulated --engine-arg a=1", "--engine-arg are for the node's own SGLang"),
+    ("run --cpu --engine-arg tp-size=2 task.toml", "--engine-arg tp_size is the node's own: use --tp"),
     ("--cpu --join word", "--join takes @FILE"),
     # what doctor knows
     ("run --gpus 0 task.toml", "gpus: 0 found, but not GPU 0"),

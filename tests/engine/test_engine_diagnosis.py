@@ -48,7 +48,7 @@ Traceback (most recent call last):
         ("RuntimeError: Cannot find any model weights with `/m`", "weights under --model"),
         (
             "TypeError: ServerArgs.__init__() got an unexpected keyword argument 'max_prefil'",
-            "extra engine argument",
+            "--engine-arg",
         ),
         ("OSError: [Errno 28] No space left on device", "make room"),
     ],

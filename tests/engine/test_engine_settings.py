@@ -48,7 +48,10 @@ def test_settings_that_work_are_not_refused(model: Path) -> None:
     ("changes", "remedy"),
     [
         ({"model_path": Path("/nowhere")}, "--model /nowhere"),
-        ({"extra": {"dp_size": 8, "stream_interval": 2}}, "dp_size"),
+        (
+            {"extra": {"dp_size": 8, "stream_interval": 2}},
+            "dp_size is the node's own: an engine host is one process",
+        ),
         ({"gpus": (0,)}, "--cpu takes neither"),
         ({"tp": 2}, "--cpu takes neither"),
         ({"device": "cuda"}, "--gpus"),
@@ -87,7 +90,9 @@ def test_sessions_are_known_to_the_cache_where_it_was_asked_for(model: Path) -> 
     check(asked)
     assert engine_arguments(asked, nccl_port=1)["enable_session_radix_cache"] is True
     assert "enable_session_radix_cache" not in engine_arguments(make(model), nccl_port=1)
-    with pytest.raises(EngineError, match="enable_session_radix_cache: use the dedicated setting"):
+    with pytest.raises(
+        EngineError, match="--engine-arg enable_session_radix_cache is the node's own: use session_cache"
+    ):
         check(make(model, extra={"enable_session_radix_cache": True}))
     with pytest.raises(EngineError, match="session_cache is for the node's own engine"):
         check(
@@ -108,7 +113,7 @@ def test_main_memory_takes_what_a_gpu_s_cache_evicts(model: Path) -> None:
     assert "enable_hierarchical_cache" not in engine_arguments(make(model), nccl_port=1)
     with pytest.raises(EngineError, match="host_cache_gb takes what the KV cache of a GPU evicts"):
         check(make(model, host_cache_gb=40))
-    with pytest.raises(EngineError, match="hicache_ratio: use the dedicated setting"):
+    with pytest.raises(EngineError, match="--engine-arg hicache_ratio is the node's own: use host_cache_gb"):
         check(make(model, extra={"hicache_ratio": 2.0}))
     advice = diagnose("ValueError: Not enough host memory available. Requesting 40.00 GB").advice
     assert "lower host_cache_gb" in advice

@@ -62,7 +62,7 @@ def build(arguments: Mapping[str, Json], *, tag: str) -> Any:
     """
     _name_semaphores(tag)
     if arguments["device"] == "cpu":
-        _ensure_torchvision()
+        ensure_torchvision()
     from sglang.srt.entrypoints.engine import Engine
 
     _name_load_file(tag)
@@ -126,7 +126,7 @@ def _name_load_file(tag: str) -> None:
     PortArgs.init_new = staticmethod(init_new)
 
 
-def _ensure_torchvision() -> None:
+def ensure_torchvision() -> None:
     """SGLang imports torchvision for image models. PyPI's wheel is a CUDA build that dies beside CPU torch:
     then, or without one, our stub.
     """

@@ -150,8 +150,8 @@ class Serving:
     async def _stream(self, order: Generate) -> None:
         if order.processor is not None and not self._engine.server_args.enable_custom_logit_processor:
             raise ValueError(
-                "this engine takes no logit processor: start it with the extra engine argument"
-                " enable_custom_logit_processor = true"
+                "this engine takes no logit processor: start the node with"
+                " --engine-arg enable_custom_logit_processor=true"
             )
         if order.routed_from is not None and self._experts is None:
             raise ValueError(
