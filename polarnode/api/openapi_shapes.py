@@ -324,7 +324,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         summary="A file of the page.",
         tag="page",
         content="text/javascript",
-        also=("text/css", "text/html", "image/svg+xml"),
+        also=("text/css", "text/html", "text/plain", "image/svg+xml"),
         errors=(404,),
         open=True,
     ),

@@ -28,6 +28,7 @@ TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",  # licences
 }
 POLICY: Final = "; ".join(
     (

@@ -121,6 +121,8 @@ def trajectory_lines(file: Path) -> Iterator[dict[str, Any]]:
         except Refused as refused:
             fault = str(refused).replace("the body", "it")
             raise Refused(f"line {number} of {file}: {fault}; give a trajectories.jsonl") from refused
+        if isinstance(value, dict) and value.keys() == {"unreadable"}:
+            continue  # an export has it in place of a trajectory that is damaged
         if not isinstance(value, dict) or not isinstance(value.get("session_id"), str):
             raise Refused(f"line {number} of {file} is no trajectory: give a trajectories.jsonl")
         yield value

@@ -84,6 +84,7 @@ async def _serve(config: NodeConfig, console: Console) -> None:
                     "· the engine is simulated: every answer is random, no model is loaded",
                     style="bold yellow",
                 )
+            console.print(f"· its page is {url}/ui/", style="dim", soft_wrap=True)
             console.print(
                 f"· submit tasks with: polarnode submit task.toml --url {url}; Ctrl-C stops", style="dim"
             )

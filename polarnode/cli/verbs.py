@@ -5,17 +5,20 @@ Keep heavy imports inside the commands, as in `main`.
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 from click.shell_completion import get_completion_class
 
-from polarnode.cli.options import merged_settings, node_address, serving_config
+from polarnode.cli.options import existing_file, merged_settings, node_address, serving_config
 from polarnode.core.weights import PauseMode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 # modes that hold generation: `drain` lets it come to an end instead
 MODES = tuple(mode for mode in get_args(PauseMode) if mode != "drain")
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+OUT = click.Path(file_okay=False, path_type=Path)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -222,7 +225,29 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(found(ctx.find_root().command, {}, "polarnode", "_POLARNODE_COMPLETE").source())
 
 
-COMMANDS = (serve, status, tasks, logs, cancel, pause, resume, weights, consumers, completion)
+@click.command(short_help="Show a file's sessions as a page: groups, timelines, tokens.")
+@click.option("--from", "file", type=existing_file(), required=True, help="A trajectories.jsonl.")
+@click.option("--model", type=FOLDER, help="Checkpoint folder whose tokenizer decodes the tokens.")
+@click.option("--port", default=0, show_default="any free one", help="Serve the page on 127.0.0.1 here.")
+@click.option("--bundle", "out", type=OUT, help="Write page and data into this new folder instead.")
+def view(file: Path, model: Path | None, port: int, out: Path | None) -> None:
+    """Serve the page of a node over a file, without a node, until Ctrl-C.
+
+    \b
+    polarnode view --from out/run/trajectories.jsonl
+    polarnode view --from out/run/trajectories.jsonl --bundle shared
+
+    A node has the same page at /ui/. With --bundle, a folder that any web server can serve is written.
+    Without --model, tokens of other models than the embedded one are shown as ids.
+
+    Exit codes: 0 when it was stopped, or written; 1 when the file cannot be shown.
+    """
+    from polarnode.cli import view as viewing
+
+    viewing.view(file, model=model, port=port, out=out)
+
+
+COMMANDS = (view, serve, status, tasks, logs, cancel, pause, resume, weights, consumers, completion)
 
 
 def add_verbs(main: click.Group) -> None:

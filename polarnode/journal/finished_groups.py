@@ -4,7 +4,7 @@ The stream goes forward and its readers hold back retention. These reads do neit
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -58,18 +58,22 @@ def _group(db: sqlite3.Connection, row: Sequence[Any]) -> dict[str, Json] | None
     task: Any = {}
     with suppress(Unreadable), decoding():
         task = {} if spec is None else read_json(spec)
-    members = group["sessions"]
-    usable = [member for member in members if member.get("usable")]
-    scores = iter(advantages_of([member["reward"] for member in usable], ESTIMATOR))
     shown: dict[str, Json] = {
         "state": None,
         "reason": None,
         "usable": 0,
         **group,
-        "advantages": [next(scores) if member.get("usable") else None for member in members],
+        "advantages": advantages(group["sessions"]),
         "ended": at,
         "submitted": submitted,
         "harness": str((task.get("harness") or {}).get("name", "")),
         "metadata": task.get("metadata") or {},
     }
     return shown
+
+
+def advantages(members: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """The advantage of each member of a group's JSON that is usable, null for the others."""
+    usable = [member for member in members if member.get("usable")]
+    found = iter(advantages_of([member["reward"] for member in usable], ESTIMATOR))
+    return [next(found) if member.get("usable") else None for member in members]

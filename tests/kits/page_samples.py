@@ -99,7 +99,7 @@ class SampleSession:
             sample_index=sample,
             harness=spec.harness.name or "shell",
             harness_version="0.4.1",
-            model="polarnode-tiny",
+            model="tiny",
             node="page",
         )
         verdict = None if reward is None else Verdict(reward=reward, metrics={"passed": 3, "failed": 1})

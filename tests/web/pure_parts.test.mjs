@@ -3,8 +3,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const ui = new URL("../../polarnode/web/ui/", import.meta.url);
-const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }] = await Promise.all(
-  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree"].map((name) => import(new URL(`${name}.js`, ui).href)),
+const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }] = await Promise.all(
+  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle"].map((name) => import(new URL(`${name}.js`, ui).href)),
 );
 
 const base64 = (array) => Buffer.from(array.buffer).toString("base64");
@@ -180,4 +180,15 @@ test("of many turns, those that only extend are one node, however many", () => {
   const { nodes } = tree(turns);
   assert.ok(turns.length > MOST);
   assert.deepEqual(nodes.map((each) => [each.turn.index, each.count]), [[0, 10_000], [10_000, 10_000]]);
+});
+
+test("a bundle has a file for each path, and filters as a node does", () => {
+  assert.equal(fileOf("/v1/trajectories/a?arrays=base64&pieces=true").file, "data/trajectories/a.json");
+  assert.equal(fileOf("/v1/status").file, "data/status.json");
+  const groups = [{ task_id: "a", state: "complete" }, { task_id: "b", state: "partial" }];
+  assert.deepEqual(filtered("/v1/groups?limit=100", { groups }).groups, groups);
+  assert.deepEqual(filtered("/v1/groups?task_id=b", { groups }).groups, [groups[1]]);
+  assert.deepEqual(filtered("/v1/groups?state=complete", { groups }).groups, [groups[0]]);
+  assert.ok(isBundle({ dataset: { bundle: "" } }));
+  assert.ok(!isBundle({ dataset: {} }));
 });

@@ -7,6 +7,7 @@ Screenshots for a person are left in `out/ui/`.
 import http.server
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from page_samples import HOSTILE
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "polarnode" / "models" / "tiny"
 SHOTS = ROOT / "out" / "ui"
 CHROMIUM = shutil.which("chromium")
 STARTED_S = 60  # for a node: 8 s, most of it the import of transformers
@@ -59,6 +61,23 @@ def open_node(folder: Path, *options: str) -> Iterator[str]:
         finally:
             stop.cancel()
             process.kill()
+
+
+class Files(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Not into the test's output."""
+
+
+@contextmanager
+def open_files(folder: Path) -> Iterator[int]:
+    """A web server of a folder; gives its port."""
+    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folder))
+    thread = threading.Thread(target=served.serve_forever)
+    thread.start()
+    yield served.server_port
+    served.shutdown()
+    thread.join()
+    served.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -371,6 +390,76 @@ def test_the_token_is_asked_for_once_and_kept_in_the_tab(
     assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
 
 
+# ── a file in place of a node ─────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def export(node: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trajectories of the node as a file."""
+    found = tmp_path_factory.mktemp("export") / "trajectories.jsonl"
+    with urllib.request.urlopen(f"{node}/v1/export?turns=full", timeout=60) as opened:
+        found.write_bytes(opened.read())
+    return found
+
+
+def show_file(watched: Watched, url: str) -> None:
+    """Use the page over a file as over a node."""
+    page = watched.page
+    page.goto(f"{url}/")
+    expect(page.locator("nav").first).to_have_text("groups")
+    page.get_by_role("link", name="sample 3: failed").click()
+    expect(page.locator("main")).to_contain_text("KeyError: 'x'")
+    for tab, words in (
+        ("conversation", "I look at the code first."),
+        ("compare", "tokens are the same"),
+        ("tokens", "careful engineer"),
+    ):
+        page.get_by_role("link", name=tab, exact=True).click()
+        expect(page.locator("main")).to_contain_text(words)
+    page.get_by_role("link", name="row 1").click()
+    page.get_by_label("advantage").check()
+    expect(page.locator(".legend")).to_contain_text("no advantage")
+    page.goto(f"{url}/#/s/parser-0/tokens")
+    page.locator(".token-box").focus()
+    page.keyboard.press("t")
+    expect(page.locator("aside")).to_contain_text("advantage")
+    watched.is_clean(url)
+
+
+def test_view_serves_a_file_without_a_node(export: Path, watched: Watched) -> None:
+    command = [sys.executable, "-m", "polarnode.cli", "view", "--from", export, "--model", MODEL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        stop = threading.Timer(STARTED_S, process.kill)
+        stop.start()
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split(" ")[2]
+            show_file(watched, url.rstrip("/"))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            stop.cancel()
+            process.kill()
+
+
+def test_a_bundle_is_shown_from_any_web_server(export: Path, watched: Watched, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "polarnode.cli",
+        "view",
+        "--from",
+        export,
+        "--model",
+        MODEL,
+        "--bundle",
+        tmp_path / "bundle",
+    ]
+    subprocess.run(command, check=True, timeout=STARTED_S)
+    with open_files(tmp_path / "bundle") as port:
+        show_file(watched, f"http://127.0.0.1:{port}")
+
+
 # ── other sites ───────────────────────────────────────────────────────────────
 
 ATTACK = """<!doctype html><title>attack</title><body><script>
@@ -400,22 +489,12 @@ const results = {};
 </script>"""
 
 
-class Attacker(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        """Not into the test's output."""
-
-
 @pytest.fixture
 def attacker(tmp_path: Path) -> Iterator[int]:
     """A web server of another origin; its port."""
     (tmp_path / "index.html").write_text(ATTACK)
-    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Attacker, directory=tmp_path))
-    thread = threading.Thread(target=served.serve_forever)
-    thread.start()
-    yield served.server_port
-    served.shutdown()
-    thread.join()
-    served.server_close()
+    with open_files(tmp_path) as port:
+        yield port
 
 
 @pytest.mark.parametrize("site", ["127.0.0.1", "localhost", "evil.example"])

@@ -1,9 +1,11 @@
 /** Requests to the node that served this page, and to nobody else. */
+import { fileOf, filtered, isBundle } from "./bundle.js";
 import { signal } from "./vendor/signals.js";
 
 const KEPT = "polarnode-token"; // in sessionStorage: gone with the tab
 const AGAIN_MS = 2000;
 
+export const bundled = isBundle(document.documentElement);
 export const token = signal(sessionStorage.getItem(KEPT) ?? "");
 /** Set when an answer was 401: the page asks for the token. */
 export const locked = signal(false);
@@ -32,7 +34,7 @@ async function ask(path, abort) {
   try {
     answer = await fetch(path, { headers, signal: abort, cache: "no-store", credentials: "omit", redirect: "error" });
   } catch (error) {
-    if (!abort?.aborted) trouble.value = "The node does not answer. Does it still run, and is the tunnel open?";
+    if (!abort?.aborted) trouble.value = "Nothing answers here. Does it still run, and is the tunnel open?";
     throw error;
   }
   trouble.value = "";
@@ -44,6 +46,7 @@ async function ask(path, abort) {
 
 /** @param {string} path @param {AbortSignal} [abort] @returns {Promise<any>} */
 export async function get(path, abort) {
+  if (bundled) return filtered(path, await (await ask(fileOf(path).file, abort)).json());
   return (await ask(path, abort)).json();
 }
 
@@ -76,6 +79,7 @@ export function poll(path, take, failed = () => {}) {
  */
 export function follow(path, after, take) {
   const abort = new AbortController();
+  if (bundled) return () => {}; // nothing comes
   let last = String(after);
   (async () => {
     while (!abort.signal.aborted) {

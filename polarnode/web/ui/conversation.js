@@ -38,8 +38,8 @@ function Turn({ turn }) {
       ${turn.left_out ? html`<span class="tag">left out: ${turn.left_out}</span>` : null}
     </header>
     ${turn.notes.map((/** @type {string} */ note) => html`<p class="quiet"><${Plain} text=${note} /></p>`)}
-    ${turn.heard === null ? html`<p class="quiet">Only the ids of its prompt are known.</p>` : turn.heard.messages.map((/** @type {any} */ message) => html`<${Message} message=${message} />`)}
-    ${turn.answer === null ? html`<p class="quiet">There is no answer: ${turn.state}.</p>` : html`<${Answer} answer=${turn.answer} />`}
+    ${turn.heard == null ? html`<p class="quiet">Only the ids of its prompt are known.</p>` : turn.heard.messages.map((/** @type {any} */ message) => html`<${Message} message=${message} />`)}
+    ${turn.answer == null ? html`<p class="quiet">${turn.answer === undefined ? "The file has no answers: write it with full turns." : `There is no answer: ${turn.state}.`}</p>` : html`<${Answer} answer=${turn.answer} />`}
   </article>`;
 }
 

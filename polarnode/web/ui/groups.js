@@ -1,6 +1,6 @@
 /** The view of finished groups: their rewards as dots, and why what is unusable is so. */
 import { html, useEffect, useState } from "./vendor/htm-preact.js";
-import { follow, get } from "./api.js";
+import { bundled, follow, get } from "./api.js";
 import { clock, count, duration, meanAndSpread, reward } from "./format.js";
 import { Panel, State, Table, Waiting } from "./parts.js";
 import { sessionLink } from "./route.js";
@@ -21,7 +21,7 @@ export function Groups() {
       const until = before.length ? `&until=${before.at(-1).ended}` : "";
       const found = (await get(path + until)).groups;
       const known = new Set(before.map((each) => each.task_id));
-      setMore(found.length === PAGE);
+      setMore(!bundled && found.length === PAGE);
       setGroups([...before, ...found.filter((/** @type {any} */ each) => !known.has(each.task_id))]);
       setError("");
     } catch (failure) {
@@ -56,7 +56,7 @@ export function Groups() {
         { head: "reason", cell: (/** @type {any} */ group) => html`<span class="reason">${group.reason ?? ""}</span>` },
         ...keys.map((key) => ({ head: key, cell: (/** @type {any} */ group) => short(group.metadata[key]) })),
         { head: "took", number: true, cell: (/** @type {any} */ group) => duration(group.submitted && group.ended - group.submitted) },
-        { head: "ended", number: true, cell: (/** @type {any} */ group) => clock(group.ended) },
+        { head: "ended", number: true, cell: (/** @type {any} */ group) => (group.ended === null ? "–" : clock(group.ended)) },
       ]}
     />
     ${more ? html`<button onClick=${() => load(groups)}>Older groups</button>` : null}
@@ -67,7 +67,7 @@ export function Groups() {
 /** Call `changed` when a group ended: the stream is followed under no name, so it holds nothing back. @param {() => void} changed */
 function useNewGroups(changed) {
   const status = useAnswer("/v1/status").value;
-  const last = status?.journal.last_seq;
+  const last = status?.journal?.last_seq;
   useEffect(() => {
     if (last === undefined) return undefined;
     return follow("/v1/trajectories/stream?kinds=group", last, (kind) => kind === "group" && changed());

@@ -1,7 +1,7 @@
 /** The page: its head, the token if the node wants one, and the view that the address names. */
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { signal } from "./vendor/signals.js";
-import { locked, trouble, unlock } from "./api.js";
+import { bundled, locked, trouble, unlock } from "./api.js";
 import { Groups } from "./groups.js";
 import { Now } from "./now.js";
 import { readRoute, sessionLink, VIEWS } from "./route.js";
@@ -9,8 +9,9 @@ import { Session } from "./session.js";
 import { Sessions } from "./sessions.js";
 import { useSignal } from "./use.js";
 
-const route = signal(readRoute(location.hash));
-addEventListener("hashchange", () => (route.value = readRoute(location.hash)));
+const views = bundled ? ["groups"] : VIEWS;
+const route = signal(readRoute(location.hash, views));
+addEventListener("hashchange", () => (route.value = readRoute(location.hash, views)));
 
 function Page() {
   const at = useSignal(route);
@@ -21,8 +22,8 @@ function Page() {
   }, [at]);
   return html`
     <header class="head">
-      <a class="name" href="#/now">polarnode</a>
-      <nav aria-label="views">${VIEWS.map((view) => html`<a href=${`#/${view}`} aria-current=${view === at.view ? "page" : undefined}>${view}</a>`)}</nav>
+      <a class="name" href=${`#/${views[0]}`}>polarnode</a>
+      <nav aria-label="views">${views.map((view) => html`<a href=${`#/${view}`} aria-current=${view === at.view ? "page" : undefined}>${view}</a>`)}</nav>
       <form class="open" onSubmit=${openSession}><input type="search" name="id" placeholder="session id" aria-label="open a session by its id" autocomplete="off" /></form>
     </header>
     <main>

@@ -11,13 +11,13 @@
 export const VIEWS = ["now", "sessions", "groups"];
 export const TABS = ["overview", "conversation", "tokens", "lineage", "compare", "log"];
 
-/** @param {string} hash @returns {Route} */
-export function readRoute(hash) {
+/** @param {string} hash @param {string[]} [views] the first is where an address without one leads @returns {Route} */
+export function readRoute(hash, views = VIEWS) {
   const [path, search = ""] = hash.replace(/^#?\/?/, "").split("?", 2);
   const [view, id = "", tab = ""] = path.split("/").map(decoded);
   const query = Object.fromEntries(new URLSearchParams(search));
   if (view === "s" && id) return { view: "session", id, tab: TABS.includes(tab) ? tab : TABS[0], query };
-  return { view: VIEWS.includes(view) ? view : VIEWS[0], id: "", tab: "", query };
+  return { view: views.includes(view) ? view : views[0], id: "", tab: "", query };
 }
 
 /** The address of a session's tab. @param {string} id @param {string} [tab] @param {Record<string, string | number>} [query] */

@@ -9,7 +9,10 @@ import { Lineage } from "./lineage.js";
 import { Log } from "./log.js";
 import { timeline } from "./timeline.js";
 import { Tokens } from "./tokens.js";
+import { bundled } from "./api.js";
 import { useAnswer, usePolled } from "./use.js";
+
+const SHOWN = bundled ? TABS.filter((tab) => tab !== "log") : TABS;
 
 /** @param {{route: import("./route.js").Route}} props */
 export function Session({ route }) {
@@ -38,7 +41,7 @@ function Whole({ route, found }) {
       <span class="reward" title="reward">${reward(session.reward)}</span>
     </div>
     <nav class="tabs" aria-label="parts of the session">
-      ${TABS.map((tab) => html`<a href=${sessionLink(session.session_id, tab)} aria-current=${tab === route.tab ? "page" : undefined}>${tab}</a>`)}
+      ${SHOWN.map((tab) => html`<a href=${sessionLink(session.session_id, tab)} aria-current=${tab === route.tab ? "page" : undefined}>${tab}</a>`)}
     </nav>
     ${route.tab === "overview" ? html`<${Overview} session=${session} turns=${turns} trajectory=${trajectory} />` : null}
     ${route.tab === "conversation" ? html`<${Conversation} turns=${turns} />` : null}

@@ -1,0 +1,154 @@
+"""The page with the trajectories of a file, in place of a node: files that any web server can serve.
+
+A bundle is the page's own files, an `index.html` that tells the page to read files, and `data/…`: the answers
+that a node would give, made from a `trajectories.jsonl`. Nothing of it runs on a server. The page asks for
+them by the same paths as it asks a node (`web/ui/bundle.js`).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Final
+
+from attrs import define, evolve, field
+
+from polarnode.api.page import POLICY, PageFile, page_files
+from polarnode.core.codec.json import dump_json, plain
+from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import STANDARD, facts_of, group_json, judged
+from polarnode.journal.finished_groups import advantages
+from polarnode.tokens.pieces import pieces_of
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")  # ids that are names of files
+_INDEX: Final = "index.html"
+
+
+@define(eq=False)
+class Bundle(Mapping[str, PageFile]):
+    """The files by their path. Those of a session are made when they are read: a large file of trajectories
+    is held once.
+
+    `rows` are the file's JSON lines. Raises Refused for lines that are no trajectories, for an id that is no
+    name of a file, and for one that occurs twice.
+    """
+
+    title: str
+    token_bytes: Callable[[int], bytes]
+    _sessions: dict[str, Mapping[str, Any]]
+    _files: Mapping[str, PageFile] = field(factory=page_files)
+
+    @classmethod
+    def of(
+        cls, title: str, rows: Iterable[Mapping[str, Any]], token_bytes: Callable[[int], bytes]
+    ) -> "Bundle":
+        sessions: dict[str, Mapping[str, Any]] = {}
+        for number, row in enumerate(rows, 1):
+            for name in ("session_id", "task_id"):
+                if not isinstance(row.get(name), str) or _NAME.fullmatch(row[name]) is None:
+                    raise Refused(f"trajectory {number} has no {name} that can name a file: leave it out")
+            if row["session_id"] in sessions:
+                raise Refused(f"session {row['session_id']} is there twice: leave one out")
+            sessions[row["session_id"]] = row
+        if not sessions:
+            raise Refused("there is no trajectory to show: give a trajectories.jsonl with some")
+        return cls(title, token_bytes, sessions)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._files
+        yield from ("data/status.json", "data/groups.json")
+        for session in self._sessions:
+            yield f"data/sessions/{session}.json"
+            yield f"data/trajectories/{session}.json"
+        yield from (f"data/tasks/{task}.json" for task in self._tasks)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> PageFile:
+        if name == _INDEX:
+            return _bundle_index(self._files[name])
+        if name in self._files:
+            return self._files[name]
+        body = dump_json(self._answer(name))
+        return PageFile(body=body, content_type="application/json", tag=sha256(body).hexdigest()[:32])
+
+    @property
+    def _tasks(self) -> dict[str, list[Mapping[str, Any]]]:
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for row in self._sessions.values():
+            found.setdefault(row["task_id"], []).append(row)
+        return found
+
+    def _answer(self, name: str) -> Json:
+        match name.removesuffix(".json").split("/"):
+            case ["data", "status"]:
+                return {"bundle": self.title, "sessions": len(self._sessions)}
+            case ["data", "groups"]:
+                return {"groups": [_group(task, rows) for task, rows in self._tasks.items()]}
+            case ["data", "tasks", task] if task in self._tasks:
+                return {"task_id": task, "sessions": [_record(row) for row in self._tasks[task]]}
+            case ["data", "sessions", session] if session in self._sessions:
+                return _session(self._sessions[session])
+            case ["data", "trajectories", session] if session in self._sessions:
+                return self._trajectory(self._sessions[session])
+        raise KeyError(name)
+
+    def _trajectory(self, row: Mapping[str, Any]) -> Json:
+        found = read_trajectory(dict(row))
+        pieces = pieces_of([trace.token_ids for trace in found.traces], self.token_bytes)
+        return {**trajectory_json(evolve(found, turns=()), arrays="base64"), "pieces": plain(pieces)}
+
+
+def _bundle_index(index: PageFile) -> PageFile:
+    """The page's document for a bundle, with its policy inside: a file server sends none."""
+    policy = "; ".join(each for each in POLICY.split("; ") if not each.startswith("frame-ancestors"))
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head = f'<html lang="en" data-bundle>\n<head>\n{meta}'
+    body = index.body.replace(b'<html lang="en">\n<head>', head.encode(), 1)
+    return evolve(index, body=body, tag="bundle")
+
+
+def _record(row: Mapping[str, Any]) -> dict[str, Json]:
+    """A session's record, as a node lists it."""
+    metrics = row.get("metrics") or {}
+    return {
+        "session_id": row["session_id"],
+        "task_id": row["task_id"],
+        "sample_index": row.get("sample_index", 0),
+        "outcome": row.get("outcome"),
+        "status": (row.get("outcome") or {}).get("status"),
+        "reward": row.get("reward"),
+        "turns": len(row.get("turns") or []),
+        "sampled_tokens": metrics.get("sampled_tokens"),
+        "finished": None,
+        "attempt": row.get("attempt", 0),
+        "retried_as": row.get("retried_as"),
+    }
+
+
+def _session(row: Mapping[str, Any]) -> Json:
+    whole = {name: value for name, value in row.items() if name not in ("traces", "turns")}
+    turns = row.get("turns") or []
+    return {"session": _record(row), "turns": turns, "trajectory": {**whole, "traces": [], "turns": []}}
+
+
+def _group(task: str, rows: Sequence[Mapping[str, Any]]) -> Json:
+    """The group of a task's sessions, judged by a task's defaults: the file does not say which it had."""
+    found: list[Trajectory] = [
+        read_trajectory({**row, "turns": []}) for row in rows if not row.get("retried_as")
+    ]
+    whole = group_json(
+        judged(STANDARD, map(facts_of, found), task_id=task, group_id=str(rows[0].get("group_id")))
+    )
+    members: Any = whole["sessions"]
+    return {
+        **whole,
+        "advantages": advantages(members),
+        "ended": None,
+        "submitted": None,
+        "harness": found[0].harness if found else "",
+        "metadata": {**found[0].metadata} if found else {},
+    }
