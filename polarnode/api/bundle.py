@@ -58,7 +58,7 @@ class Bundle(Mapping[str, PageFile]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._files
-        yield from ("data/status.json", "data/groups.json")
+        yield from ("data/status.json", "data/weights.json", "data/groups.json")
         for session in self._sessions:
             yield f"data/sessions/{session}.json"
             yield f"data/trajectories/{session}.json"
@@ -86,6 +86,8 @@ class Bundle(Mapping[str, PageFile]):
         match name.removesuffix(".json").split("/"):
             case ["data", "status"]:
                 return {"bundle": self.title, "sessions": len(self._sessions)}
+            case ["data", "weights"]:
+                return {"history": []}
             case ["data", "groups"]:
                 return {"groups": [_group(task, rows) for task, rows in self._tasks.items()]}
             case ["data", "tasks", task] if task in self._tasks:

@@ -6,7 +6,8 @@ are not labels.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from attrs import field, frozen
@@ -25,7 +26,7 @@ from polarnode.containers.pool import RuntimesStatistics
 from polarnode.core.weights import AdaptersState, WeightsState
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.support.concurrency import SemaphoreStatistics
-from polarnode.support.metrics import WAITS, LagStatistics, NodeCounters
+from polarnode.support.metrics import DURATIONS, WAITS, Durations, LagStatistics, NodeCounters
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _TURN: Final = ("provider", "kind", "reason", "role", "state")
@@ -106,15 +107,26 @@ def _of_turns(tally: NodeCounters) -> Iterator[Metric]:
     yield HistogramMetricFamily(
         "polarnode_sample_wait_seconds",
         "Seconds until the engine took a sample.",
-        buckets=list(_buckets(tally)),
+        buckets=_buckets(WAITS, tally.waits),
         sum_value=tally.waited_s,
+    )
+    yield _durations("polarnode_turn_seconds", "Seconds of a model call.", tally.turn_s)
+    yield _durations(
+        "polarnode_first_token_seconds",
+        "Seconds of a model call until its first token.",
+        tally.first_token_s,
     )
 
 
-def _buckets(tally: NodeCounters) -> Iterator[tuple[str, float]]:
-    """Upper bounds, each with the number of samples up to it."""
-    for place, bound in enumerate((*map(str, WAITS), "+Inf")):
-        yield bound, sum(tally.waits[each] for each in range(place + 1))
+def _durations(name: str, text: str, found: Durations) -> Metric:
+    buckets = _buckets(DURATIONS, found.counts)
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
+
+
+def _buckets(bounds: Sequence[float], counts: Mapping[int, int]) -> list[tuple[str, float]]:
+    """Upper bounds, each with the number of values up to it."""
+    upto = accumulate(counts.get(place, 0) for place in range(len(bounds) + 1))
+    return list(zip((*map(str, bounds), "+Inf"), upto, strict=True))
 
 
 def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
@@ -124,6 +136,14 @@ def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
         "Sessions replaced by another attempt, by whose fault.",
         "boundary",
         tally.replaced,
+    )
+    yield _durations(
+        "polarnode_session_seconds",
+        "Seconds of a session, without its wait for a run slot.",
+        tally.session_s,
+    )
+    yield _durations(
+        "polarnode_session_ready_seconds", "Seconds a session waited for a run slot.", tally.ready_s
     )
     yield _single("polarnode_rows", "Training rows published.", tally.traces)
     yield _single("polarnode_trainable_tokens", "Published tokens with loss.", tally.trainable_tokens)

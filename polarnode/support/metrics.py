@@ -105,6 +105,8 @@ def lift_descriptor_limit() -> int:
 OTHER: Final = "other"
 # upper bounds in seconds: at once; within a keep-alive; within what clients wait for a whole answer
 WAITS: Final = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0)
+# upper bounds in seconds of turns and sessions: from a first token to hours
+DURATIONS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 # Why built-in builders leave turns out, and whose fault it is where there are no traces; a plug-in's builder
 # may give any reason.
 LEFT_OUT: Final = frozenset(
@@ -127,6 +129,23 @@ LEFT_OUT: Final = frozenset(
 )
 
 
+@define
+class Durations:
+    """A histogram of seconds: how often, by the place in DURATIONS of the first bound that is not exceeded,
+    and their sum.
+    """
+
+    counts: "Counter[int]" = field(factory=Counter)
+    total: float = 0.0
+
+    def note(self, seconds: float) -> None:
+        self.counts[bisect_left(DURATIONS, seconds)] += 1
+        self.total += seconds
+
+    def __copy__(self) -> "Durations":
+        return Durations(copy(self.counts), self.total)
+
+
 @define(eq=False)
 class NodeCounters:
     """Counts by label, one for each node; sessions count into their node's."""
@@ -145,6 +164,10 @@ class NodeCounters:
     sessions: "Counter[str]" = field(factory=Counter)  # ended, by status; not those that lost their place
     # sessions that lost their place to a fresh one, by whose fault
     replaced: "Counter[str]" = field(factory=Counter)
+    turn_s: Durations = field(factory=Durations)
+    first_token_s: Durations = field(factory=Durations)  # of a turn, from its request
+    session_s: Durations = field(factory=Durations)  # without the wait for a run slot
+    ready_s: Durations = field(factory=Durations)  # that wait
     traces: int = 0
     trainable_tokens: int = 0
     left_out_turns: "Counter[str]" = field(factory=Counter)  # by reason
@@ -162,6 +185,9 @@ class NodeCounters:
         """Count a recorded turn."""
         reason = turn.reason if turn.reason in REASONS else OTHER
         self.turns[turn.provider, turn.kind, reason, turn.role, turn.state] += 1
+        self.turn_s.note(turn.ended_s)
+        if turn.first_token_s is not None:
+            self.first_token_s.note(turn.first_token_s)
         self.sampled_tokens[turn.role] += len(turn.sampled)
         self.prompt_tokens["new"] += len(turn.prompt_delta)
         self.prompt_tokens["reused"] += turn.prompt_length - len(turn.prompt_delta)
@@ -192,6 +218,9 @@ class NodeCounters:
     def published(self, trajectory: Trajectory) -> None:
         """Count a finished session."""
         self.sessions[trajectory.outcome.status] += 1
+        timing = trajectory.timing
+        self.session_s.note(timing.init_s + timing.run_s + timing.post_s)
+        self.ready_s.note(timing.ready_s)
         self.traces += len(trajectory.traces)
         self.trainable_tokens += trajectory.trainable_tokens
         sampled = {turn.index: len(turn.sampled) for turn in trajectory.turns}

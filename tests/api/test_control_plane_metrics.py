@@ -1,5 +1,7 @@
 """GET /metrics: what Prometheus's own parser reads from it, behind the token as every other route."""
 
+import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from polarnode.engine.residency import ResidencyStatistics
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.support.concurrency import SemaphoreStatistics
 from polarnode.support.metrics import LagStatistics, NodeCounters
+
+ROOT = Path(__file__).parents[2]
 
 HOST = HostStatistics(
     index=0,
@@ -145,6 +149,11 @@ def test_every_number_is_there_with_its_labels() -> None:
     assert upto == [1, 3, 4]
     assert value(found, "polarnode_sample_wait_seconds_bucket", le="+Inf") == 5
     assert value(found, "polarnode_sample_wait_seconds_sum") == 1002.15
+    upto = [value(found, "polarnode_turn_seconds_bucket", le=le) for le in ("0.1", "+Inf")]
+    assert upto == [3, 3]
+    assert value(found, "polarnode_session_seconds_bucket", le="+Inf") == 1
+    assert value(found, "polarnode_session_ready_seconds_sum") == 0
+    assert value(found, "polarnode_first_token_seconds_bucket", le="+Inf") == 0
     assert value(found, "polarnode_engine_queued", host="0") == 0
     assert value(found, "polarnode_sessions_total", status="completed") == 1
     assert value(found, "polarnode_rows_total") == 1
@@ -200,3 +209,19 @@ def test_a_label_can_not_break_the_text(hostile: str) -> None:
     tally = NodeCounters()
     tally.refusals[hostile] = 1
     assert value(samples(exposition(figures(tally)).decode()), "polarnode_refusals_total", kind=hostile) == 1
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    board = json.loads((ROOT / "tools" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"polarnode_\w+", target["expr"])
+    }
+    served = {name for name, _ in samples(exposition(figures(busy())).decode())}
+    assert len(asked) > 15
+    documented = (
+        ROOT / "docs" / "api.md"
+    ).read_text()  # of what these figures lack: updates of weights, lost sessions
+    assert {name for name in asked - served if f"`{name.removesuffix('_bucket')}`" not in documented} == set()

@@ -1,17 +1,19 @@
 """What a node counts of its sessions: by a fixed set of labels, and copied for whoever reads it elsewhere."""
 
+from collections import Counter
+
 import pytest
 from attrs import evolve
 from journal_samples import make_trajectory, make_turn
 
 from polarnode.core.conversation import Sampling
 from polarnode.core.task import Budgets
-from polarnode.core.trajectory import LeftOut, Outcome
+from polarnode.core.trajectory import LeftOut, Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.turn_kinds import REASONS
 from polarnode.providers.contract import Fault
-from polarnode.support.metrics import LEFT_OUT, OTHER, NodeCounters
+from polarnode.support.metrics import DURATIONS, LEFT_OUT, OTHER, Durations, NodeCounters
 
 
 def test_a_turn_is_counted_by_what_it_is() -> None:
@@ -53,6 +55,22 @@ def test_an_ended_session_is_counted_with_its_rows() -> None:
     assert tally.left_out_turns == {"superseded": 1, OTHER: 1}
     assert tally.left_out_tokens == {"superseded": 3, OTHER: 3}
     assert OTHER not in LEFT_OUT
+
+
+def test_seconds_are_counted_in_the_bucket_that_holds_them() -> None:
+    tally = NodeCounters()
+    tally.turn(evolve(make_turn("s"), ended_s=2.0, first_token_s=0.1))
+    tally.turn(evolve(make_turn("s"), ended_s=1e6, first_token_s=None))
+    timing = Timing(init_s=1.0, ready_s=5.0, run_s=30.0, post_s=2.0)
+    tally.published(evolve(make_trajectory("s"), timing=timing))
+    places = {bound: place for place, bound in enumerate(DURATIONS)}
+    assert tally.turn_s == Durations(Counter({places[3.0]: 1, len(DURATIONS): 1}), 1_000_002.0)
+    assert tally.first_token_s == Durations(Counter({places[0.1]: 1}), 0.1)
+    assert tally.session_s == Durations(Counter({places[100.0]: 1}), 33.0)
+    assert tally.ready_s == Durations(Counter({places[10.0]: 1}), 5.0)
+    then = tally.copied()
+    tally.turn_s.note(1.0)
+    assert sum(then.turn_s.counts.values()) == 2, "a copy stays as it was"
 
 
 def test_a_session_that_lost_its_place_is_counted_by_whose_fault_it_was_and_nowhere_else() -> None:

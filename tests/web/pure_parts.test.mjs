@@ -3,8 +3,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const ui = new URL("../../polarnode/web/ui/", import.meta.url);
-const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }] = await Promise.all(
-  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle"].map((name) => import(new URL(`${name}.js`, ui).href)),
+const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }, { curve }] = await Promise.all(
+  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle", "curve"].map((name) => import(new URL(`${name}.js`, ui).href)),
 );
 
 const base64 = (array) => Buffer.from(array.buffer).toString("base64");
@@ -191,4 +191,14 @@ test("a bundle has a file for each path, and filters as a node does", () => {
   assert.deepEqual(filtered("/v1/groups?state=complete", { groups }).groups, [groups[0]]);
   assert.ok(isBundle({ dataset: { bundle: "" } }));
   assert.ok(!isBundle({ dataset: {} }));
+});
+
+test("rewards and weight updates stand on one axis of time", () => {
+  const groups = [{ task_id: "b", ended: 20, rewards: [1, 1] }, { task_id: "a", ended: 10, rewards: [0, null] }, { task_id: "c", ended: 30, rewards: [null] }];
+  const found = curve(groups, [{ version: "v1", at: 15 }, { version: "v0", at: 5 }], { low: 0, high: 1 });
+  assert.deepEqual(found.dots.map((dot) => [dot.task, dot.x, dot.y]), [["a", 0, 1], ["b", 1, 0]]);
+  assert.deepEqual(found.line.map((point) => point.y), [1, 0.5]);
+  assert.deepEqual(found.updates, [{ version: "v1", x: 0.5 }]);
+  assert.equal(curve(groups.slice(0, 1), [], { low: 0, high: 1 }), null);
+  assert.equal(curve([{ ended: null, rewards: [1] }], [], { low: 0, high: 1 }), null);
 });

@@ -3,6 +3,7 @@ import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { bundled, follow, get } from "./api.js";
 import { clock, count, duration, meanAndSpread, reward } from "./format.js";
 import { Panel, State, Table, Waiting } from "./parts.js";
+import { RewardCurve } from "./reward_curve.js";
 import { sessionLink } from "./route.js";
 import { tally } from "./tally.js";
 import { useAnswer } from "./use.js";
@@ -42,6 +43,7 @@ export function Groups() {
         ${STATES.map((name) => html`<option value=${name}>${name || "any"}</option>`)}
       </select>
     </label>
+    <${RewardCurve} groups=${groups} range=${range} />
     <${Table}
       rows=${groups}
       keyOf=${(/** @type {any} */ group) => group.task_id}
