@@ -164,7 +164,7 @@ class Counters:
     replayed: int = 0
     prewarmed: int = 0
     sampled_tokens: int = 0
-    last_turn: float | None = None  # when the last one was recorded, on Trio's clock
+    last_turn: float | None = None  # when the last one was recorded, on its owner's clock
     refusals: Counter[str] = field(factory=Counter)  # by the fault's kind
 
 
@@ -331,7 +331,6 @@ class LiveSession:
         self.lineages.commit(turn)
         self.carrier.add(turn)
         self.counters.turns += 1
-        self.counters.last_turn = trio.current_time()
         self.counters.failed += turn.state == "failed"
         self.counters.partial += turn.state == "partial"
         self.counters.resumed += turn.reason == RESUMED

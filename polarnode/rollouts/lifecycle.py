@@ -16,7 +16,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.core.backoff import Backoff
 from polarnode.core.task import Budgets, GroupSpec, TaskSpec
-from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.groups.group import (
     EARLY_STOP,
@@ -220,17 +220,23 @@ class SessionRegistry:
         """Create a session as the model endpoint sees it, with a new key."""
         session_id, services = identity.session_id, self.services
         drops = services.drops_thinking if task.thinking == "template" else None
-        return LiveSession(
+
+        def record(turn: Turn) -> None:
+            live.counters.last_turn = trio.current_time()
+            services.journal.turn(turn)
+
+        live = LiveSession(
             session_id=session_id,
             key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
             lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32), drops_thinking=drops),
             sampling=task.sampling,
             budgets=task.budgets,
-            record=services.journal.turn,
+            record=record,
             carrier=SessionExtras(task.carry, limit=services.carried_limit),
             tally=services.tally,
             adapter=task.adapter,
         )
+        return live
 
     def start(
         self,
