@@ -228,13 +228,12 @@ class OurOwn(Player):
 
     lineages: Lineages = field(factory=lambda: Lineages(session_id="s", secret=SECRET))
     histories: dict[int, list[Message]] = field(factory=dict)
+    known: dict[int, tuple[Message, Message]] = field(factory=dict)  # by the message's identity
 
     def ask(self, ask: Ask, delta: "array[int]", sampled: "array[int]") -> None:
         """One request, and its answer."""
         messages = self._messages(ask)
-        # In strings of their own, as they come from a body: equal, and nothing of them known yet. Where only
-        # memory is counted, the same ones.
-        body = tuple(messages) if tracemalloc.is_tracing() else pickle.loads(pickle.dumps(tuple(messages)))
+        body = tuple(map(self._read, messages))
         conversation = Conversation(messages=body, tools=TOOLS)
         hints = {"agent": f"a{ask.agent}"} if ask.agent else {}
         began = time.process_time()
@@ -249,6 +248,16 @@ class OurOwn(Player):
         if turn.answer is not None and not ask.again:
             result = Message(role="tool", text=f"result {plan.index}\n" * 12, call_id=turn.answer.calls[0].id)
             messages += [turn.answer.as_message(), result]
+
+    def _read(self, message: Message) -> Message:
+        """A message as a provider's reader returns it: in strings of its own when it is new, and the same
+        value when a request repeats it. Where only memory is counted, the message itself.
+        """
+        if tracemalloc.is_tracing():
+            return message
+        if id(message) not in self.known:
+            self.known[id(message)] = (message, pickle.loads(pickle.dumps(message)))
+        return self.known[id(message)][1]
 
     def _messages(self, ask: Ask) -> list[Message]:
         head = [
