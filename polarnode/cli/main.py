@@ -447,21 +447,35 @@ def inspect(
     help="Checkpoint folder; weights are not needed. [default: the embedded polarnode-tiny]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per request; totals to stderr.")
-def replay(folder: Path, tokenizer: Path | None, as_json: bool) -> None:
+@click.option(
+    "--against",
+    "other",
+    type=EXISTING_FOLDER,
+    metavar="OTHER",
+    help="Compare with another recording: print the first request whose prompt differs, and its words.",
+)
+def replay(folder: Path, tokenizer: Path | None, as_json: bool, other: Path | None) -> None:
     """Replay recorded requests (NN-request.json) and show which turn each one extends, why, and how many of
-    its tokens are new.
+    its tokens are new; or, with --against, where two recordings begin to differ.
 
     \b
     polarnode replay recordings/
     polarnode replay --json --tokenizer /models/Qwen3-8B recordings/ | jq .kind
+    polarnode replay recordings/4f1c09aa --against recordings/77d0e2b1
 
     Record requests with --record-requests. Every folder under DIR that holds requests is one session. No
-    engine is started: the answer to a request is taken from the requests after it.
+    engine is started: the answer to a request is taken from the requests after it. Two recordings are
+    compared session by session: those of the same name, or the only ones.
 
-    Exit codes: 0 when every request was accepted; 1 otherwise.
+    Exit codes: 0 when every request was accepted, and with --against when both have the same prompts; 1
+    otherwise.
     """
     from polarnode.cli import recordings
 
+    if other is not None:
+        if tokenizer is not None:
+            raise click.UsageError("--against compares texts: leave --tokenizer out")
+        sys.exit(recordings.against(folder, other, as_json=as_json))
     sys.exit(recordings.replay(folder, tokenizer, as_json=as_json))
 
 

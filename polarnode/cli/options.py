@@ -112,7 +112,7 @@ def node_options(command: Command) -> Command:
         click.option(
             "--record-requests",
             metavar="FOLDER",
-            help="Write every request of a harness to FOLDER, for `polarnode replay`.",
+            help="Write every request of a harness and its response to FOLDER, for `polarnode replay`.",
         ),
         click.option(
             "--base-image",

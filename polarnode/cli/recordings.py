@@ -1,5 +1,5 @@
 """Commands that read files alone: `merge` makes training rows of recorded calls, `replay` turns of recorded
-requests, and `check` verifies a journal.
+requests, or compares two recordings, and `check` verifies a journal.
 
 `merge` writes rows to a file or stdout, and each bad line to stderr where it is read. `replay` plans each
 request as a live session would; every folder with requests is one session. Invariant: stdout carries nothing
@@ -23,6 +23,7 @@ from polarnode.cli.output import fitted, harmless, open_console
 from polarnode.cli.sources import written_whole
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused
+from polarnode.gateway.recorded_difference import Comparison, compare_sessions
 from polarnode.gateway.recorded_request import Recorded, read_recorded
 from polarnode.gateway.replay import Line, Totals, added, replay_session, total
 from polarnode.journal.check import check_journal
@@ -95,6 +96,8 @@ def _merge_summary(counts: Counts) -> str:
 _REQUEST: Final = re.compile(r"(?P<name>.*)request\.json", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"(\d+)")
 FIGURES: Final = ("lineage", "prompt", "new")
+NAME_A_FOLDER: Final = "name a folder with NN-request.json files, directly or in sub-folders"
+NAMED: Final = 6  # sessions that a refusal names
 COLUMNS: Final = ("file", "provider", "kind", "parent", "lineage", "reason", "role", "prompt", "new", "error")
 
 
@@ -102,10 +105,7 @@ def replay(folder: Path, tokenizer: Path | None, *, as_json: bool) -> int:
     """Print each recorded request under a folder; returns the exit code, 1 when one is refused."""
     sessions = _sessions(folder)
     if not sessions:
-        raise Refused(
-            f"no recorded requests in {folder}: name a folder with NN-request.json files, directly or in"
-            " sub-folders"
-        )
+        raise Refused(f"{folder} has no recorded requests: {NAME_A_FOLDER}")
     template = _template(tokenizer or TINY_MODEL)
     console = open_console(stderr=as_json)
     totals = []
@@ -116,6 +116,66 @@ def replay(folder: Path, tokenizer: Path | None, *, as_json: bool) -> int:
         console.print(_replay_summary(session, totals[-1]))
     console.print(_replay_summary("all", added(totals)), style="bold")
     return 1 if any(each.errors for each in totals) else 0
+
+
+def against(folder: Path, other: Path, *, as_json: bool) -> int:
+    """Compare the sessions of two folders; returns the exit code, 1 when a prompt differs or a request is
+    refused.
+    """
+    console = open_console(stderr=as_json)
+    same = True
+    for (name, files), (other_name, other_files) in _paired(folder, other):
+        found = compare_sessions(_read(folder, files), _read(other, other_files))
+        same = same and found.same
+        if as_json:
+            click.echo(
+                dump_json({"session": name, "against": other_name, "same": found.same, **plain(found)})
+            )
+        else:
+            console.print(f"{harmless(name)} against {harmless(other_name)}", style="bold")
+            for line in _compared(found):
+                console.print(line, soft_wrap=True)
+    return 0 if same else 1
+
+
+Session = tuple[str, list[Path]]
+
+
+def _paired(folder: Path, other: Path) -> list[tuple[Session, Session]]:
+    """The sessions that are compared: those of the same name, or the only ones."""
+    left, right = _sessions(folder), _sessions(other)
+    for place, sessions in ((folder, left), (other, right)):
+        if not sessions:
+            raise Refused(f"{place} has no recorded requests: {NAME_A_FOLDER}")
+    if len(left) == len(right) == 1:
+        return [(left[0], right[0])]
+    named = dict(right)
+    alone = sorted({name for name, _ in left} ^ named.keys())
+    if alone:
+        raise Refused(
+            f"{', '.join(alone[:NAMED])}{' …' * (len(alone) > NAMED)}: only in one of {folder} and {other};"
+            " name one session's folder on each side, or folders whose sessions have the same names"
+        )
+    return [(session, (session[0], named[session[0]])) for session in left]
+
+
+def _compared(found: Comparison) -> Iterator[str]:
+    """Lines for a reader. Texts are JSON strings, so that blanks and line ends can be seen."""
+    there = (
+        "" if found.requests == found.against_requests else f"; OTHER has {found.against_requests} requests"
+    )
+    yield f"{found.equal} of {found.requests} prompts equal{there}"
+    first = found.first
+    if first is not None and first.part is None:
+        side, file = ("DIR", first.file) if first.file is not None else ("OTHER", first.against_file)
+        yield f"{harmless(str(file))} of {side} has no counterpart: the other side has no more requests"
+    elif first is not None:
+        yield f"first difference: {harmless(f'{first.file} and {first.against_file}')}, in {first.part}"
+        shown = (first.before, first.words, first.against_words, first.after)
+        for label, text in zip(("before", "DIR", "OTHER", "after"), shown, strict=True):
+            yield f"  {label:<6}  {harmless(dump_json(text).decode())}"
+    for error in found.errors:
+        yield f"not read: {harmless(error)}"
 
 
 def _template(path: Path) -> Template:

@@ -1,5 +1,4 @@
-"""The model endpoint: the providers' routes for harnesses that hold a session's key, and the recording of
-requests.
+"""The model endpoint: the providers' routes for harnesses that hold a session's key.
 
 It is plain ASGI because the status of a response is chosen as late as its first bytes, and a stream is two
 tasks around one exchange; a framework's response object would cut that in two. It serves nothing that a
@@ -8,8 +7,7 @@ trainer uses.
 Invariants. Every response has the provider's own shape, refusals included. No request with a right key is
 refused before its body was read, because clients do not read while they send. The endpoint of captures
 accepts only keys of captures, and the bodies of each capture have a budget of their own; one that other
-machines reach answers nothing else to whoever has no key, and tells nobody which keys there were. A recorded
-request is written verbatim, except for its key, and is never read back by the node.
+machines reach answers nothing else to whoever has no key, and tells nobody which keys there were.
 
 What one request may cost is limited by the context of its model. A request is refused before the work that
 its size would cause: its bytes while they arrive, its parts before they are parsed, its letters before they
@@ -18,14 +16,11 @@ long, on which harnesses compact. `RequestLimits` is pure, and free for a reques
 comparison each.
 """
 
-import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from secrets import token_hex
 from time import thread_time
-from typing import Final, assert_never, cast
+from typing import Final, assert_never
 
 import orjson
 import trio
@@ -39,6 +34,7 @@ from polarnode.gateway.call import Incoming, Model, ModelCall
 from polarnode.gateway.known_histories import KNOWN_BYTES, BodyDigest
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.gateway.machine import SESSION_OVER, held_request
+from polarnode.gateway.recordings import Recordings, ResponseCopy
 from polarnode.http.asgi import (
     BODY_S,
     Body,
@@ -156,75 +152,6 @@ def _chars(message: Message) -> int:
     return len(message.text) + len(message.thinking) + calls
 
 
-# ── recordings ────────────────────────────────────────────────────────────
-
-logger = logging.getLogger(__name__)
-
-# replaces the key wherever it occurs, so that a target with the key in its path keeps its shape
-MASK: Final = "key-of-this-session"
-
-
-@define(eq=False)
-class Recordings:
-    """Writes the requests of each session to a folder of its own, as `01-request.json` and so on, in the
-    order in which their bodies arrived.
-    """
-
-    folder: Path
-    _count: Counter[str] = field(factory=Counter, init=False)
-
-    async def keep(
-        self, session_id: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes
-    ) -> None:
-        """Write one request. A failed write is logged: a full disk must not end the recorded sessions."""
-        self._count[session_id] += 1
-        file = self.folder / session_id / f"{self._count[session_id]:02}-request.json"
-        try:
-            await trio.to_thread.run_sync(lambda: _write(file, recorded(method, target, list(headers), body)))
-        except OSError as error:
-            logger.error("request %s was not recorded: %s", file, error)
-
-
-def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """The file's content: headers in wire order, a JSON body verbatim, any other body as text; also JSON of
-    so many parts that it is refused unread.
-    """
-    keys = session_keys(target, header_map(headers))
-    pairs: list[Json] = [
-        [name.decode("latin1"), _masked(value.decode("latin1"), keys)] for name, value in headers
-    ]
-    entry: dict[str, Json] = {
-        "method": method,
-        "target": _masked(target, keys),
-        "headers": pairs,
-        "body": _body(body),
-    }
-    return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _masked(text: str, keys: tuple[str, ...]) -> str:
-    for key in keys:
-        text = text.replace(key, MASK)
-    return text
-
-
-def _body(body: bytes) -> Json:
-    if not body:
-        return None
-    if marks_of(body) > MARKS:
-        return body.decode(errors="replace")
-    try:
-        orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body.decode(errors="replace")
-    return cast(Json, orjson.Fragment(body))
-
-
-def _write(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(content)
-
-
 # ── model plane ────────────────────────────────────────────────────────────
 
 ANY_SESSION: Final = "any"  # the folder of requests to an endpoint of no one session
@@ -267,7 +194,7 @@ class ModelPlane:
 
     sessions: LiveSessions
     model: Model
-    recordings: Recordings | None = None  # writes every request verbatim; None: no recording
+    recordings: Recordings | None = None  # writes every request and its response; None: no recording
     _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
     _limits: RequestLimits = field(init=False)
     _bodies: BodyBudget = field(init=False)  # of all endpoints
@@ -285,8 +212,14 @@ class ModelPlane:
         async def endpoint(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
                 self._admit(scope, session_id)
-                responder = Responder(send, token_hex(16), writes_of(scope), respond_of(scope))
-                await self._http(scope, receive, responder, session_id, budget)
+                name, writes, respond = token_hex(16), writes_of(scope), respond_of(scope)
+                if self.recordings is None:
+                    responder = Responder(send, name, writes, respond)
+                    await self._http(scope, receive, responder, session_id, budget)
+                else:
+                    async with self.recordings.copied(send) as copy:
+                        responder = Responder(copy, name, writes, copy.responding(respond))
+                        await self._http(scope, receive, responder, session_id, budget, copy)
 
         return endpoint
 
@@ -305,6 +238,7 @@ class ModelPlane:
         responder: Responder,
         endpoint: str | None,
         budget: BodyBudget,
+        copy: ResponseCopy | None = None,
     ) -> None:
         large = False
         try:
@@ -316,6 +250,8 @@ class ModelPlane:
                     announced=announced_length(header_map(scope["headers"])),
                 )
                 large = reservation.bytes > LARGE_BYTES
+                if copy is not None and isinstance(body, bytes):
+                    await copy.keep_request(endpoint or ANY_SESSION, scope, body)
                 answer = await self._answer(scope, body, endpoint)
                 del body
             match answer:
@@ -343,8 +279,6 @@ class ModelPlane:
         method, path, headers = scope["method"], scope["path"], header_map(scope["headers"])
         query = scope["query_string"].decode("latin1")
         target = f"{path}?{query}" if query else path
-        if self.recordings is not None and isinstance(body, bytes):
-            await self.recordings.keep(endpoint or ANY_SESSION, method, target, scope["headers"], body)
         found = route(method, path, headers)
         if found is None:
             return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)

@@ -45,7 +45,7 @@ class RecordedEnding:
 
 
 @frozen(kw_only=True)
-class _Path:
+class RequestPath:
     """A request's messages and the keys of its path, one more than there are messages."""
 
     messages: tuple[Message, ...]
@@ -69,7 +69,7 @@ class _Showing:
 class _Shown:
     """The assistant messages that follow each path."""
 
-    paths: Sequence[_Path]
+    paths: Sequence[RequestPath]
     _after: dict[str, list[_Showing]] = field(factory=dict)
     _path_keys: set[str] = field(factory=set)
 
@@ -118,7 +118,7 @@ class _Shown:
                 yield _Showing(request=later, key=path.keys[place + 2], message=path.messages[place + 1])
 
 
-def _goes_on(path: _Path, place: int, before: str) -> bool:
+def _goes_on(path: RequestPath, place: int, before: str) -> bool:
     """Whether a user message stands at this place of this path, followed by an answer."""
     roles = [message.role for message in path.messages[place : place + 2]]
     return path.keys[place] == before and roles == ["user", "assistant"]
@@ -144,7 +144,7 @@ def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) 
     answer.
     """
     memo = Memo()
-    paths = [_path(conversation, memo, number) for number, conversation in enumerate(conversations)]
+    paths = [path_of(conversation, memo, number) for number, conversation in enumerate(conversations)]
     shown = _Shown(paths)
     found = [RecordedEnding() for _ in paths]
     for same in _by_path(paths):
@@ -162,17 +162,18 @@ def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) 
     return found
 
 
-def _path(conversation: Conversation, memo: Memo, number: int) -> _Path:
+def path_of(conversation: Conversation, memo: Memo, number: int) -> RequestPath:
+    """The path of a request; `number` tells those apart whose tools cannot be read."""
     try:
         keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
     except Refused:  # planning it reports the reason; no request extends it
-        return _Path(messages=(), keys=(f"refused {number}",))
+        return RequestPath(messages=(), keys=(f"refused {number}",))
     for message in conversation.messages:
         keys.append(advance(keys[-1], message, canonical=memo.canonical))
-    return _Path(messages=conversation.messages, keys=tuple(keys))
+    return RequestPath(messages=conversation.messages, keys=tuple(keys))
 
 
-def _by_path(paths: Sequence[_Path]) -> list[list[int]]:
+def _by_path(paths: Sequence[RequestPath]) -> list[list[int]]:
     grouped: dict[str, list[int]] = {}
     for number, each in enumerate(paths):
         grouped.setdefault(each.key, []).append(number)

@@ -158,7 +158,7 @@ class NodeConfig:
     orphan_s: float = 300.0
     # images and containers; None: one per user, shared by nodes so that images are built once
     podman_dir: str | None = None
-    # folder where every request of a harness is written as it came, for `polarnode replay`
+    # folder where every request of a harness is written as it came, with its response, for `polarnode replay`
     record_requests: str | None = None
     runtimes_dir: str | None = None  # image recipes; None: polarnode's own `runtimes/`
     node_id: str = "node-0"

@@ -29,8 +29,9 @@ from polarnode.engine.engines import Engines
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.weights import Weights
 from polarnode.gateway.call import Model
-from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane, Recordings
+from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import (
     CAPTURE_CONNECTIONS,
     Address,

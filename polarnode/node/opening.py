@@ -35,8 +35,9 @@ from polarnode.engine.settings import (
 )
 from polarnode.engine.weights import Weights, last_weights, open_weights
 from polarnode.gateway.call import Model
-from polarnode.gateway.endpoint import ModelPlane, Recordings
+from polarnode.gateway.endpoint import ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal

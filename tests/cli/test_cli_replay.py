@@ -119,3 +119,88 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "tokenizer" in result.output
     assert "Traceback" not in result.output
+
+
+def recording(folder: Path, seconds: str) -> None:
+    write(folder, 1, body(("user", "list")))
+    write(folder, 2, body(("user", "list"), ("assistant", "done"), ("user", f"It took\n{seconds} s in all")))
+    (folder / "02-response.txt").write_text("HTTP/1.1 200\r\n\r\n{}")
+
+
+def test_two_recordings_are_compared_to_their_first_difference(tmp_path: Path) -> None:
+    for name, seconds in (("a", "0.31"), ("b", "0.32"), ("c", "0.31")):
+        recording(tmp_path / name, seconds)
+    one = str(tmp_path / "a")
+    result = invoked(one, "--against", str(tmp_path / "b"))
+    assert result.exit_code == 1
+    assert "1 of 2 prompts equal" in result.stdout
+    assert "02-request.json and 02-request.json, in message 3 (user)" in result.stdout
+    assert result.stdout.splitlines()[-4:] == [
+        '  before  "user: It took\\n0."',
+        '  DIR     "31"',
+        '  OTHER   "32"',
+        '  after   " s in all"',
+    ]
+    result = invoked(one, "--against", str(tmp_path / "b"), "--json")
+    (found,) = lines(result)
+    assert result.exit_code == 1
+    assert found == {
+        "session": "a",
+        "against": "b",
+        "same": False,
+        "requests": 2,
+        "against_requests": 2,
+        "equal": 1,
+        "first": {
+            "file": "02-request.json",
+            "against_file": "02-request.json",
+            "part": "message 3 (user)",
+            "before": "user: It took\n0.",
+            "words": "31",
+            "against_words": "32",
+            "after": " s in all",
+        },
+        "errors": [],
+    }
+    result = invoked(one, "--against", str(tmp_path / "c"))
+    assert (result.exit_code, result.stdout.splitlines()[1:]) == (0, ["2 of 2 prompts equal"])
+
+
+def test_sessions_are_paired_by_name(tmp_path: Path) -> None:
+    for side, seconds in (("one", "1"), ("two", "2")):
+        recording(tmp_path / side / "s1", "1")
+        recording(tmp_path / side / "s2", seconds)
+    result = invoked(str(tmp_path / "one"), "--against", str(tmp_path / "two"), "--json")
+    assert result.exit_code == 1
+    assert [(line["session"], line["against"], line["same"]) for line in lines(result)] == [
+        ("s1", "s1", True),
+        ("s2", "s2", False),
+    ]
+    write(tmp_path / "two" / "s3", 1, body(("user", "x")))
+    result = invoked(str(tmp_path / "one"), "--against", str(tmp_path / "two"))
+    assert result.exit_code == 1
+    assert "s3: only in one of" in result.output
+    assert "one session's folder on each side" in result.output
+
+
+def test_a_missing_counterpart_and_what_is_not_read_are_said(tmp_path: Path) -> None:
+    recording(tmp_path / "a", "1")
+    recording(tmp_path / "b", "1")
+    write(tmp_path / "b", 3, body(("user", "new")))
+    (tmp_path / "b" / "04-request.json").write_text("not json")
+    result = invoked(str(tmp_path / "a"), "--against", str(tmp_path / "b"))
+    assert result.exit_code == 1
+    assert "2 of 2 prompts equal; OTHER has 3 requests" in result.stdout
+    assert "03-request.json of OTHER has no counterpart" in result.stdout
+    assert "not read: 04-request.json" in result.stdout
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    recording(tmp_path / "a", "1")
+    (tmp_path / "empty").mkdir()
+    result = invoked(str(tmp_path / "a"), "--against", str(tmp_path / "empty"))
+    assert result.exit_code == 1
+    assert "NN-request.json" in result.output
+    result = invoked(str(tmp_path / "a"), "--against", str(tmp_path / "a"), "--tokenizer", str(tmp_path))
+    assert result.exit_code == 2
+    assert "leave --tokenizer out" in result.output

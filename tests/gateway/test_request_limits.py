@@ -16,8 +16,8 @@ from polarnode.gateway.endpoint import (
     MARKS,
     RequestLimits,
     check_constraint,
-    recorded,
 )
+from polarnode.gateway.recordings import recorded
 
 LIMITS = RequestLimits(1000)
 LONG = "a" * (CHARS_PER_TOKEN * 1000 + 1)

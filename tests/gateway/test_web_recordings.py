@@ -5,14 +5,17 @@ replay`.
 import json
 from pathlib import Path
 
+import httpx2
 import pytest
-from plane_kit import Asgi, HandEngine, stage
+import trio
+from plane_kit import Asgi, HandEngine, served, stage
 
-from polarnode.gateway.endpoint import MASK, Recordings, recorded
 from polarnode.gateway.recorded_request import read_recorded
+from polarnode.gateway.recordings import MASK, Recordings, recorded
 from polarnode.providers.contract import NoMemory
 
 BODY = b'{"model": "m",  "messages": [{"role": "user", "content": "h\\u00e9"}], "temperature": 1.0}'
+STREAMED = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 KEYED = [(b"Authorization", b"Bearer sk-1"), (b"x-goog-api-key", b"sk-2"), (b"x-other", b"said")]
 
 
@@ -61,15 +64,73 @@ async def test_the_plane_keeps_what_comes_through_a_door_probes_too(tmp_path: Pa
     engine = HandEngine()
     here = stage(engine)
     here.plane.recordings = Recordings(tmp_path)
-    for path in ("/v1/chat/completions", "/api/show"):
+    clients = [Asgi(), Asgi()]
+    for client, path in zip(clients, ("/v1/chat/completions", "/api/show"), strict=True):
         engine.give("Yes.", "<|im_end|>", finish="stop")
-        await Asgi().request(here.app, path, BODY)
+        await client.request(here.app, path, BODY)
     assert found(tmp_path) == ["s1/01-request.json", "s1/02-request.json"]
     assert b"key-s1" not in content(tmp_path, "s1/01-request.json")
+    for number, client in enumerate(clients, 1):
+        head, _, body = content(tmp_path, f"s1/{number:02}-response.txt").partition(b"\r\n\r\n")
+        assert head.splitlines()[0] == f"HTTP/1.1 {client.status}".encode()
+        assert body == client.body, "letter for letter"
+    assert clients[0].status == 200
+    assert b"Yes." in clients[0].body
+    assert b"content-type: application/json\r\n" in content(tmp_path, "s1/01-response.txt")
+    assert clients[1].status == 404
+
+
+@pytest.mark.parametrize("sent", [BODY, STREAMED])
+async def test_what_a_socket_gets_is_what_is_kept(tmp_path: Path, sent: bytes) -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    here.plane.recordings = Recordings(tmp_path)
+    engine.give("Yes.", "<|im_end|>", finish="stop")
+    async with served(here.app) as url, httpx2.AsyncClient() as client:
+        headers = {"authorization": "Bearer key-s1", "content-type": "application/json"}
+        answer = await client.post(f"{url}/v1/chat/completions", content=sent, headers=headers)
+    head, _, body = content(tmp_path, "s1/01-response.txt").partition(b"\r\n\r\n")
+    assert (answer.status_code, answer.content) == (200, body)
+    assert b"Yes." in body
+    assert f"x-request-id: {answer.headers['x-request-id']}".encode() in head
+
+
+async def test_what_was_sent_of_a_cut_stream_is_kept(tmp_path: Path) -> None:
+    engine = HandEngine()
+    here = stage(engine)
+    here.plane.recordings = Recordings(tmp_path)
+    client = Asgi()
+    engine.give("One ")
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.request, here.app, "/v1/chat/completions", STREAMED)
+            while b"One" not in client.body:  # noqa: ASYNC110 (a fake client has no event of it)
+                await trio.sleep(0.001)
+            client.leave()
+    kept = content(tmp_path, "s1/01-response.txt")
+    head, _, body = kept.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200\r\n")
+    assert body.startswith(client.body)
+    assert b"One" in body
+    assert b"[DONE]" not in body
+    read = read_recorded("1", content(tmp_path, "s1/01-request.json"), NoMemory(), response=kept)
+    assert not read.failed
+
+
+async def test_a_refusal_is_read_back_as_a_request_without_an_answer(tmp_path: Path) -> None:
+    here = stage(HandEngine())
+    here.plane.recordings = Recordings(tmp_path)
+    await Asgi().request(here.app, "/v1/chat/completions", b'{"messages": 7}')
+    kept = content(tmp_path, "s1/01-response.txt")
+    assert kept.startswith(b"HTTP/1.1 400\r\n")
+    assert read_recorded("1", content(tmp_path, "s1/01-request.json"), NoMemory(), response=kept).error
+    right = recorded("POST", "/v1/chat/completions", KEYED, BODY)
+    assert read_recorded("1", right, NoMemory(), response=kept).failed
+    assert not read_recorded("1", right, NoMemory()).failed, "an older recording has no response"
 
 
 def found(folder: Path) -> list[str]:
-    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*.json"))
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*-request.json"))
 
 
 def content(folder: Path, name: str) -> bytes:

@@ -26,8 +26,9 @@ from polarnode.api.routes import CaptureRoutes, EvaluationRoutes, Routes, ScoreR
 from polarnode.core.ports import Engine
 from polarnode.engine.scoring import Scoring
 from polarnode.gateway.call import Model
-from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane, Recordings
+from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import Certificate, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.journal.journal import Journal, open_journal

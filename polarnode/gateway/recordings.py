@@ -1,0 +1,152 @@
+"""Recordings of what came to a model endpoint and of what went back, a folder for each session.
+
+A request is written verbatim, except for its key, and its response as it was sent; neither is ever read back
+by the node. Invariant: a failed write is logged, because a full disk must not end the recorded sessions.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, cast
+
+import orjson
+import trio
+from attrs import define, field
+from hypercorn.typing import ASGISendCallable, ASGISendEvent, HTTPScope
+
+from polarnode.core.codec.limits import values_exceed
+from polarnode.core.conversation import Json
+from polarnode.http.asgi import header_map
+from polarnode.http.connections import Head, Respond
+from polarnode.providers.dialect import session_keys
+
+logger = logging.getLogger(__name__)
+
+# replaces the key wherever it occurs, so that a target with the key in its path keeps its shape
+MASK: Final = "key-of-this-session"
+
+
+@define(eq=False)
+class ResponseCopy:
+    """An ASGI `send` that keeps a copy of the response it passes on, as HTTP/1.1 without its framing.
+
+    The copy is held until the response has ended: an answer of 32k tokens is some 10 MB as a stream.
+    """
+
+    recordings: "Recordings"
+    send: ASGISendCallable
+    file: Path | None = field(default=None, init=False)  # where it belongs, once its request is written
+    content: bytearray = field(factory=bytearray, init=False)
+
+    async def __call__(self, event: ASGISendEvent) -> None:
+        await self.send(event)
+        match event["type"]:
+            case "http.response.start":
+                self._keep((event["status"], list(event["headers"])), b"")
+            case "http.response.body":
+                self._keep(None, event["body"])
+
+    def responding(self, respond: Respond | None) -> Respond | None:
+        """A `respond` that keeps a copy too."""
+        if respond is None:
+            return None
+
+        async def copied(head: Head | None, data: bytes, *, end: bool) -> None:
+            await respond(head, data, end=end)
+            self._keep(head, data)
+
+        return copied
+
+    def _keep(self, head: Head | None, data: bytes) -> None:
+        if head is not None:
+            self.content += f"HTTP/1.1 {head[0]}\r\n".encode()  # 529 has no phrase
+            for name, value in head[1]:
+                self.content += name + b": " + value + b"\r\n"
+            self.content += b"\r\n"
+        self.content += data
+
+    async def keep_request(self, session_id: str, scope: HTTPScope, body: bytes) -> None:
+        """Write the request that this is the response to."""
+        query = scope["query_string"].decode("latin1")
+        target = f"{scope['path']}?{query}" if query else scope["path"]
+        self.file = await self.recordings.keep(session_id, scope["method"], target, scope["headers"], body)
+
+
+@define(eq=False)
+class Recordings:
+    """Writes the requests of each session to a folder of its own, as `01-request.json` and so on, in the
+    order in which their bodies arrived, each with its `01-response.txt`.
+    """
+
+    folder: Path
+    _count: Counter[str] = field(factory=Counter, init=False)
+
+    async def keep(
+        self, session_id: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> Path:
+        """Write one request; returns the file where its response belongs."""
+        self._count[session_id] += 1
+        number = f"{self._count[session_id]:02}"
+        file = self.folder / session_id / f"{number}-request.json"
+        content = list(headers)
+        await _written(file, lambda: recorded(method, target, content, body))
+        return file.with_name(f"{number}-response.txt")
+
+    @asynccontextmanager
+    async def copied(self, send: ASGISendCallable) -> AsyncIterator[ResponseCopy]:
+        """A `send` whose response is written in the end, also one that was cut, but not an empty one."""
+        copy = ResponseCopy(self, send)
+        try:
+            yield copy
+        finally:
+            if copy.file is not None and copy.content:
+                with trio.CancelScope(shield=True):  # milliseconds
+                    await _written(copy.file, lambda: copy.content)
+
+
+def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """A request file's content: headers in wire order, a JSON body verbatim, any other body as text; also
+    JSON of so many values that it is refused unread.
+    """
+    keys = session_keys(target, header_map(headers))
+    pairs: list[Json] = [
+        [name.decode("latin1"), _masked(value.decode("latin1"), keys)] for name, value in headers
+    ]
+    entry: dict[str, Json] = {
+        "method": method,
+        "target": _masked(target, keys),
+        "headers": pairs,
+        "body": _body(body),
+    }
+    return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _masked(text: str, keys: tuple[str, ...]) -> str:
+    for key in keys:
+        text = text.replace(key, MASK)
+    return text
+
+
+def _body(body: bytes) -> Json:
+    if not body:
+        return None
+    if values_exceed(body):
+        return body.decode(errors="replace")
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode(errors="replace")
+    return cast(Json, orjson.Fragment(body))
+
+
+async def _written(file: Path, content: Callable[[], bytes | bytearray]) -> None:
+    def write() -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content())
+
+    try:
+        await trio.to_thread.run_sync(write)
+    except OSError as error:
+        logger.error("%s was not recorded: %s", file, error)
