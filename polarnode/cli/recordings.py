@@ -8,7 +8,7 @@ but rows (`merge`) or JSON objects (`replay --json`). Sessions are printed one a
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from os import walk
 from pathlib import Path
@@ -20,10 +20,18 @@ from rich.console import Console
 from rich.table import Table
 
 from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.remote import trajectory_lines
 from polarnode.cli.sources import written_whole
+from polarnode.core.codec import read_trajectory
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused
-from polarnode.gateway.recorded_difference import Comparison, compare_sessions
+from polarnode.gateway.recorded_difference import (
+    Comparison,
+    TokenPrompt,
+    compare_sessions,
+    compare_tokens,
+    token_prompts,
+)
 from polarnode.gateway.recorded_request import Recorded, read_recorded
 from polarnode.gateway.replay import Line, Totals, added, replay_session, total
 from polarnode.journal.check import check_journal
@@ -32,7 +40,7 @@ from polarnode.node.config import TINY_MODEL
 from polarnode.providers.contract import NoMemory
 from polarnode.tokens.families import family_of
 from polarnode.tokens.template import Template
-from polarnode.tokens.tokenizer import load_tokenizer
+from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 
 # ── check ─────────────────────────────────────────────────────────────────────
 
@@ -118,14 +126,18 @@ def replay(folder: Path, tokenizer: Path | None, *, as_json: bool) -> int:
     return 1 if any(each.errors for each in totals) else 0
 
 
-def against(folder: Path, other: Path, *, as_json: bool) -> int:
-    """Compare the sessions of two folders; returns the exit code, 1 when a prompt differs or a request is
-    refused.
+def against(one: Path, other: Path, tokenizer: Path | None, *, as_json: bool) -> int:
+    """Compare the sessions of two folders, or of two files of trajectories; returns the exit code, 1 when a
+    prompt differs or a request is refused.
     """
+    if one.is_dir() != other.is_dir():
+        raise Refused(
+            f"of {one} and {other} one is a folder: compare two folders of recordings, or two files"
+        )
+    compared = _compared_folders(one, other) if one.is_dir() else _compared_files(one, other, tokenizer)
     console = open_console(stderr=as_json)
     same = True
-    for (name, files), (other_name, other_files) in _paired(folder, other):
-        found = compare_sessions(_read(folder, files), _read(other, other_files))
+    for name, other_name, found in compared:
         same = same and found.same
         if as_json:
             click.echo(
@@ -133,33 +145,57 @@ def against(folder: Path, other: Path, *, as_json: bool) -> int:
             )
         else:
             console.print(f"{harmless(name)} against {harmless(other_name)}", style="bold")
-            for line in _compared(found):
+            for line in _shown(found):
                 console.print(line, soft_wrap=True)
     return 0 if same else 1
 
 
-Session = tuple[str, list[Path]]
-
-
-def _paired(folder: Path, other: Path) -> list[tuple[Session, Session]]:
-    """The sessions that are compared: those of the same name, or the only ones."""
-    left, right = _sessions(folder), _sessions(other)
-    for place, sessions in ((folder, left), (other, right)):
+def _compared_folders(one: Path, other: Path) -> Iterator[tuple[str, str, Comparison]]:
+    left, right = dict(_sessions(one)), dict(_sessions(other))
+    for place, sessions in ((one, left), (other, right)):
         if not sessions:
             raise Refused(f"{place} has no recorded requests: {NAME_A_FOLDER}")
+    for name, other_name in _paired(one, other, list(left), list(right)):
+        found = compare_sessions(_read(one, left[name]), _read(other, right[other_name]))
+        yield name, other_name, found
+
+
+def _compared_files(one: Path, other: Path, tokenizer: Path | None) -> Iterator[tuple[str, str, Comparison]]:
+    left, right = (_prompts_of(file) for file in (one, other))
+    text = (
+        _text_of(load_tokenizer(tokenizer)) if tokenizer is not None else lambda ids: " ".join(map(str, ids))
+    )
+    for name, other_name in _paired(one, other, list(left), list(right)):
+        yield name, other_name, compare_tokens(left[name], right[other_name], text)
+
+
+def _prompts_of(file: Path) -> dict[str, list[TokenPrompt]]:
+    """The prompts of each session of a file, as one row of ids for each of its traces."""
+    trajectories = map(read_trajectory, trajectory_lines(file))
+    found = {each.session_id: token_prompts(each) for each in trajectories}
+    if not found:
+        raise Refused(f"{file} has no trajectory: name a file that `polarnode run` or `export` wrote")
+    return found
+
+
+def _text_of(tokenizer: LoadedTokenizer) -> Callable[[Sequence[int]], str]:
+    return lambda ids: b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
+
+
+def _paired(one: Path, other: Path, left: Sequence[str], right: Sequence[str]) -> list[tuple[str, str]]:
+    """The sessions that are compared: those of the same name, or the only ones."""
     if len(left) == len(right) == 1:
         return [(left[0], right[0])]
-    named = dict(right)
-    alone = sorted({name for name, _ in left} ^ named.keys())
+    alone = sorted({*left} ^ {*right})
     if alone:
         raise Refused(
-            f"{', '.join(alone[:NAMED])}{' …' * (len(alone) > NAMED)}: only in one of {folder} and {other};"
-            " name one session's folder on each side, or folders whose sessions have the same names"
+            f"{', '.join(alone[:NAMED])}{' …' * (len(alone) > NAMED)}: only in one of {one} and {other};"
+            " compare one session on each side, or sessions with the same names"
         )
-    return [(session, (session[0], named[session[0]])) for session in left]
+    return [(name, name) for name in left]
 
 
-def _compared(found: Comparison) -> Iterator[str]:
+def _shown(found: Comparison) -> Iterator[str]:
     """Lines for a reader. Texts are JSON strings, so that blanks and line ends can be seen."""
     there = (
         "" if found.requests == found.against_requests else f"; OTHER has {found.against_requests} requests"

@@ -1,22 +1,28 @@
-"""Compares two recorded sessions: how many prompts both have, the first that differs, and its words.
+"""Compares two sessions, recorded or finished: how many prompts both have, the first that differs, its words.
 
 Prompts are equal where their paths have the same key, as a session compares them: ids, trimmed answers and
 the spelling of JSON do not count. A request's counterpart is any request of the other session with its
 prompt, so sub-agents may call in another order. The first one without a counterpart is shown beside the
 request of the other session that has no counterpart either and shares most of its path.
+
+Of a finished session the prompts are the token ids before each sample, where a row of it has them.
 """
 
 import re
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
+from hashlib import blake2b
 from itertools import takewhile
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from attrs import frozen
 
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Conversation, Message
+from polarnode.core.errors import Refused
+from polarnode.core.trajectory import Trajectory
 from polarnode.gateway.recorded_request import Recorded
 from polarnode.gateway.replay import RequestPath, path_of
 from polarnode.merge.fingerprint import Memo
@@ -24,6 +30,7 @@ from polarnode.merge.fingerprint import Memo
 # Characters after the first difference in which the place is looked for where the texts agree again:
 # SequenceMatcher is quadratic in the number of words, and a difference is a date, an id or a line.
 WINDOW: Final = 1_000
+_KEY_BYTES: Final = 16  # identifies one prompt among the thousands of two sessions
 CONTEXT: Final = 60  # characters shown on each side of the words that differ
 _WORD: Final = re.compile(r"\w+|\s+|[^\w\s]")
 _END_OF_WORD: Final = re.compile(r"\w*$")
@@ -34,8 +41,9 @@ class Difference:
     """The first request without a counterpart, `file`, and the one it is compared with; None where a session
     has no more requests.
 
-    `part` names where the prompts differ: "head" (tools and thinking) or a message with its number from 1.
-    `words` stand between the texts `before` and `after`, which end with an ellipsis where more was left out.
+    `part` names where the prompts differ: "head" (tools and thinking), a message with its number from 1, or a
+    token with its place from 0. `words` stand between the texts `before` and `after`, which have an ellipsis
+    where more was left out.
     """
 
     file: str | None
@@ -71,6 +79,20 @@ class _Prompt:
     conversation: Conversation
     path: RequestPath
 
+    @property
+    def key(self) -> str:
+        return self.path.key
+
+
+@frozen(kw_only=True)
+class TokenPrompt:
+    """The prompt of a turn: the first `length` ids of a row. `key` is equal where the ids are."""
+
+    file: str
+    row: "array[int]"
+    length: int
+    key: str
+
 
 def compare_sessions(one: Sequence[Recorded], other: Sequence[Recorded]) -> Comparison:
     """Compare two sessions, each in the order of its requests."""
@@ -99,13 +121,16 @@ def _prompts(recorded: Sequence[Recorded], memo: Memo, *, first: int) -> list[_P
     ]
 
 
-def _alone(prompts: Sequence[_Prompt], others: Sequence[_Prompt]) -> list[_Prompt]:
+P = TypeVar("P", _Prompt, TokenPrompt)
+
+
+def _alone(prompts: Sequence[P], others: Sequence[P]) -> list[P]:
     """The prompts that the other session has not, or not as often."""
-    left = Counter(each.path.key for each in others)
+    left = Counter(each.key for each in others)
     alone = []
     for each in prompts:
-        left[each.path.key] -= 1
-        if left[each.path.key] < 0:
+        left[each.key] -= 1
+        if left[each.key] < 0:
             alone.append(each)
     return alone
 
@@ -135,7 +160,7 @@ def _first(left: Sequence[_Prompt], right: Sequence[_Prompt]) -> Difference | No
     )
 
 
-def _surplus(left: Sequence[_Prompt], right: Sequence[_Prompt]) -> Difference | None:
+def _surplus(left: Sequence[P], right: Sequence[P]) -> Difference | None:
     """What one session has beyond the other."""
     if not left and not right:
         return None
@@ -146,6 +171,69 @@ def _shared(one: RequestPath, other: RequestPath) -> int:
     """How many keys two paths have in common from their root: 0 where the root differs."""
     pairs = zip(one.keys, other.keys, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+# ── finished sessions ─────────────────────────────────────────────────────────
+
+
+def token_prompts(trajectory: Trajectory) -> list[TokenPrompt]:
+    """The prompts of a session's turns that its rows have, by turn. Raises Refused for a row in parts that
+    leave tokens out.
+    """
+    found: dict[int, TokenPrompt] = {}
+    row: array[int] = array("i")
+    for trace in trajectory.traces:
+        if trace.offset > len(row):
+            raise Refused(
+                f"a row of session {trajectory.session_id} is in parts without all of its prompts: compare"
+                " sessions of tasks without max_row_tokens"
+            )
+        row = row[: trace.offset] + trace.token_ids  # a part's head is in those before
+        digest, end = blake2b(digest_size=_KEY_BYTES), 0
+        for span in sorted(trace.turn_spans, key=lambda span: span.start):
+            start = trace.offset + span.start
+            digest.update(row[end:start].tobytes())
+            end = start
+            if span.turn not in found:
+                key = digest.copy().hexdigest()
+                found[span.turn] = TokenPrompt(file=f"turn {span.turn}", row=row, length=start, key=key)
+    return [found[turn] for turn in sorted(found)]
+
+
+def compare_tokens(
+    one: Sequence[TokenPrompt], other: Sequence[TokenPrompt], text: Callable[[Sequence[int]], str]
+) -> Comparison:
+    """Compare the prompts of two finished sessions; `text` shows ids."""
+    left, right = _alone(one, other), _alone(other, one)
+    first = _surplus(left, right)
+    if left and right:
+        here = left[0]
+        there = max(right, key=lambda each: _shared_ids(here, each))
+        first = _token_difference(here, there, text)
+    return Comparison(requests=len(one), against_requests=len(other), equal=len(one) - len(left), first=first)
+
+
+def _token_difference(
+    here: TokenPrompt, there: TokenPrompt, text: Callable[[Sequence[int]], str]
+) -> Difference:
+    place = _shared_ids(here, there)
+    one, other = (
+        text(each.row[max(0, place - CONTEXT) : min(each.length, place + WINDOW)]) for each in (here, there)
+    )
+    before, words, against_words, after = _words(one, other)
+    return Difference(
+        file=here.file,
+        against_file=there.file,
+        part=f"token {place}",
+        before=before,
+        words=words,
+        against_words=against_words,
+        after=after,
+    )
+
+
+def _shared_ids(one: TokenPrompt, other: TokenPrompt) -> int:
+    return _common(one.row, other.row, min(one.length, other.length))
 
 
 # ── words ─────────────────────────────────────────────────────────────────────
@@ -193,9 +281,15 @@ def _words(one: str, other: str) -> tuple[str, str, str, str]:
 
 def _start(one: str, other: str) -> int:
     """Where the word begins in which two texts first differ."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:  # a slice is compared at C's speed
+    shared = _common(one, other, min(len(one), len(other)))
+    found = _END_OF_WORD.search(one[max(0, shared - WINDOW) : shared])
+    return shared - (len(found[0]) if found else 0)
+
+
+def _common(one: Sequence[Any], other: Sequence[Any], most: int) -> int:
+    """The length of the common prefix, at most `most`. A slice is compared at C's speed."""
+    low, high = 0, most
+    while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    found = _END_OF_WORD.search(one[max(0, low - WINDOW) : low])
-    return low - (len(found[0]) if found else 0)
+    return low

@@ -7,7 +7,15 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from polarnode.cli import recordings
+from polarnode.cli.file_commands import FILE_COMMANDS
 from polarnode.cli.main import main
+from polarnode.core import codec
+from polarnode.core.arrays import floats, ids
+from polarnode.core.codec.json import dump_json
+from polarnode.core.trajectory import Outcome, Trajectory, Turn, VersionSpan
+from polarnode.merge.builders import prefix_merging
+from polarnode.node.config import TINY_MODEL
+from polarnode.tokens.tokenizer import load_tokenizer
 
 FIELDS = [
     "file",
@@ -180,7 +188,7 @@ def test_sessions_are_paired_by_name(tmp_path: Path) -> None:
     result = invoked(str(tmp_path / "one"), "--against", str(tmp_path / "two"))
     assert result.exit_code == 1
     assert "s3: only in one of" in result.output
-    assert "one session's folder on each side" in result.output
+    assert "compare one session on each side" in result.output
 
 
 def test_a_missing_counterpart_and_what_is_not_read_are_said(tmp_path: Path) -> None:
@@ -204,3 +212,95 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     result = invoked(str(tmp_path / "a"), "--against", str(tmp_path / "a"), "--tokenizer", str(tmp_path))
     assert result.exit_code == 2
     assert "leave --tokenizer out" in result.output
+    (tmp_path / "t.jsonl").write_text("{}")
+    result = invoked(str(tmp_path / "a"), "--against", str(tmp_path / "t.jsonl"))
+    assert result.exit_code == 1
+    assert "two folders of recordings, or two files" in result.output
+    result = invoked(str(tmp_path / "t.jsonl"))
+    assert result.exit_code == 2
+    assert "--against" in result.output
+
+
+# ── trajectories ──────────────────────────────────────────────────────────────
+
+
+def trajectory(session: str, minute: str, **more: Any) -> Trajectory:
+    """A session of two turns and a side call, merged as a node merges."""
+    tokenizer = load_tokenizer(TINY_MODEL)
+    turns: list[Turn] = []
+    for parent, prompt in ((None, "List it.\n"), (0, f"Nov 24 18:{minute} a.txt\n"), (None, "Title?\n")):
+        delta, sample = ids(tokenizer.encode_plain(prompt)), ids(tokenizer.encode_plain("I do.\n"))
+        before = 0 if parent is None else turns[parent].prompt_length + len(turns[parent].sampled)
+        turns.append(
+            Turn(
+                session_id=session,
+                index=len(turns),
+                provider="anthropic",
+                lineage=0 if parent is not None or not turns else 1,
+                parent=parent,
+                kind="root" if parent is None else "extend",
+                reason="first" if parent is None else "appended",
+                prompt_delta=delta,
+                prompt_length=before + len(delta),
+                sampled=sample,
+                logprobs=floats([-0.5] * len(sample)),
+                version_spans=(VersionSpan(version="0", start=0, end=len(sample)),),
+            )
+        )
+    return Trajectory(
+        session_id=session,
+        task_id="t",
+        group_id="t",
+        sample_index=0,
+        outcome=Outcome(status="completed"),
+        reward=None,
+        traces=prefix_merging(tuple(turns), more).traces,
+        turns=tuple(turns),
+    )
+
+
+def lines_of(file: Path, *trajectories: Trajectory) -> str:
+    file.write_bytes(b"".join(dump_json(codec.trajectory_json(each)) + b"\n" for each in trajectories))
+    return str(file)
+
+
+def test_of_two_files_the_prompts_of_rows_are_compared(tmp_path: Path) -> None:
+    one = lines_of(tmp_path / "one.jsonl", trajectory("a", "03"))
+    other = lines_of(tmp_path / "other.jsonl", trajectory("b", "04"))
+    result = invoked(one, "--against", other, "--json", "--tokenizer", str(TINY_MODEL))
+    (found,) = lines(result)
+    assert result.exit_code == 1
+    assert (found["session"], found["against"], found["requests"], found["equal"]) == ("a", "b", 3, 2)
+    first = found["first"]
+    assert (first["file"], first["against_file"]) == ("turn 1", "turn 1")
+    assert (first["words"], first["against_words"]) == ("03", "04")
+    assert first["before"].endswith("I do.\nNov 24 18:")
+    assert first["after"] == " a.txt\n"
+    place = int(first["part"].removeprefix("token "))
+    whole = trajectory("a", "03").traces[0].token_ids
+    assert b"".join(map(load_tokenizer(TINY_MODEL).token_bytes, whole[:place])).decode().endswith("18:0")
+    result = invoked(one, "--against", one)
+    assert (result.exit_code, result.stdout.splitlines()) == (0, ["a against a", "3 of 3 prompts equal"])
+    result = invoked(one, "--against", other, "--json")
+    assert lines(result)[0]["first"]["words"] == str(whole[place]), "ids without a tokenizer"
+
+
+def test_rows_that_lack_a_part_of_their_prompts_are_refused(tmp_path: Path) -> None:
+    parts = lines_of(tmp_path / "parts.jsonl", trajectory("a", "03", max_row_tokens=12))
+    result = invoked(parts, "--against", parts)
+    assert result.exit_code == 1
+    assert "without max_row_tokens" in result.output
+
+
+def test_sessions_of_files_are_paired_by_their_ids(tmp_path: Path) -> None:
+    one = lines_of(tmp_path / "one.jsonl", trajectory("a", "03"), trajectory("b", "03"))
+    other = lines_of(tmp_path / "other.jsonl", trajectory("b", "03"), trajectory("a", "04"))
+    found = lines(invoked(one, "--against", other, "--json"))
+    assert [(line["session"], line["same"]) for line in found] == [("a", False), ("b", True)]
+    result = invoked(one, "--against", lines_of(tmp_path / "third.jsonl", trajectory("b", "03")))
+    assert result.exit_code == 1
+    assert "a: only in one of" in result.output
+
+
+def test_the_commands_that_read_files_are_commands() -> None:
+    assert [main.commands[each.name or ""] for each in FILE_COMMANDS] == list(FILE_COMMANDS)
