@@ -6,8 +6,13 @@ letter have none: those that stand together form a cluster, which has. Nothing h
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from attrs import frozen
+
+from polarnode.core.errors import ModelError
+
+UNKNOWN: Final = "\ufffd".encode()
 
 
 @frozen(kw_only=True)
@@ -23,7 +28,7 @@ class Cluster:
 @frozen(kw_only=True)
 class TokenPieces:
     """The text of each id that occurs, by the id as a string, and the clusters of all rows. An id that is not
-    in `tokens` is in clusters alone. Bytes that are no UTF-8 are U+FFFD.
+    in `tokens` is in clusters alone. Bytes that are no UTF-8, and ids that the vocabulary lacks, are U+FFFD.
     """
 
     tokens: Mapping[str, str]
@@ -32,9 +37,9 @@ class TokenPieces:
 
 def pieces_of(rows: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]) -> TokenPieces:
     """The pieces of some rows of token ids. `token_bytes` raises ModelError for an id outside of its
-    vocabulary.
+    vocabulary: a row of another model than is served now, whose text is not known.
     """
-    bytes_of = {token: token_bytes(token) for token in set().union(*rows)}
+    bytes_of = {token: _bytes_or_mark(token, token_bytes) for token in set().union(*rows)}
     tokens: dict[str, str] = {}
     split: set[int] = set()
     for token, found in bytes_of.items():
@@ -49,6 +54,13 @@ def pieces_of(rows: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]
         for start, end, text in _clusters(row, split, bytes_of)
     )
     return TokenPieces(tokens=tokens, clusters=clusters)
+
+
+def _bytes_or_mark(token: int, token_bytes: Callable[[int], bytes]) -> bytes:
+    try:
+        return token_bytes(token)
+    except ModelError:
+        return UNKNOWN
 
 
 def _clusters(

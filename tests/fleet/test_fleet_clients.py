@@ -204,6 +204,30 @@ def test_an_agent_of_ones_own_is_captured(trainer: Trainer) -> None:
     assert broken.result.outcome.status == "failed"
 
 
+def test_the_page_is_served_with_the_groups_and_pieces_of_all_nodes(trainer: Trainer) -> None:
+    client = trainer.client()
+    tasks = [client.submit(trainer.task(name, samples=1)) for name in ("page-a", "page-b")]
+    of(trainer, client, "page-a", "page-b")
+
+    def answer(path: str) -> Any:
+        asked = Request(f"{trainer.url}{path}", headers={"Authorization": f"Bearer {TOKEN}"})
+        with urlopen(asked, timeout=30) as found:
+            return read_json(found.read())
+
+    listed = [each["task_id"] for each in answer("/v1/groups?limit=1000")["groups"]]
+    assert {task.task_id for task in tasks} <= set(listed)
+    assert len(listed) == len(set(listed)), "a group that two journals have is listed once"
+    [one] = answer(f"/v1/groups?task_id={tasks[0].task_id}")["groups"]
+    assert [each["session_id"] for each in one["sessions"]] == list(tasks[0].session_ids)
+    assert len(answer("/v1/groups?limit=1")["groups"]) == 1
+    found = answer(f"/v1/trajectories/{tasks[0].session_ids[0]}?pieces=true")
+    assert found["pieces"]["tokens"].keys() == {
+        str(each) for row in found["traces"] for each in row["token_ids"]
+    }
+    with urlopen(f"{trainer.url}/ui/", timeout=30) as page:
+        assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
+
+
 def test_logs_of_sessions_and_nodes_are_read(trainer: Trainer) -> None:
     client = trainer.client()
     taken = client.submit(trainer.task("log", samples=1))

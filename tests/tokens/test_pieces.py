@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polarnode.core.errors import ModelError
 from polarnode.tokens.pieces import pieces_of
 
 
@@ -27,6 +28,15 @@ def test_ids_have_their_own_text_and_split_letters_a_cluster() -> None:
     (cluster,) = found.clusters
     assert (cluster.trace, cluster.start, cluster.end, cluster.text) == (0, 1, 3, "☃")
     assert pieces_of([], vocabulary.__getitem__).tokens == {}
+
+
+def test_an_id_of_another_models_vocabulary_is_marked() -> None:
+    def token_bytes(token: int) -> bytes:
+        if token > 1:
+            raise ModelError("outside of the vocabulary")
+        return b"x"
+
+    assert pieces_of([[1, 7]], token_bytes).tokens == {"1": "x", "7": "\ufffd"}
 
 
 def test_a_letter_that_is_cut_off_is_shown_as_such() -> None:
