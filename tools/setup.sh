@@ -6,15 +6,13 @@ cd "$(dirname "$0")/.."
 
 say() { printf '· %s\n' "$*"; }
 
-if [ "$(id -u)" != 0 ]; then
-  echo "polarnode needs root: it opens each session's model endpoint inside its container's network namespace. Run this with sudo." >&2
-  exit 1
-fi
-
 # Commands and their Debian packages. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
 wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git make:make)
 # chromium: the page in a real browser. npm: the real Qwen3 tokenizer comes from its registry; ip and openssl: agents on another machine, a namespace, and their certificates
-[ "${1:-}" = test ] && wanted+=(npm:npm ip:iproute2 openssl:openssl chromium:chromium)
+# newuidmap: a node without root, which is tested with a user that the tests make
+[ "${1:-}" = test ] && wanted+=(npm:npm ip:iproute2 openssl:openssl chromium:chromium newuidmap:uidmap)
+[ "$(id -u)" = 0 ] || wanted+=(newuidmap:uidmap nsenter:util-linux)
+PATH=$PATH:/usr/sbin:/sbin # where a user's own path does not lead
 missing=()
 for pair in "${wanted[@]}"; do
   command -v "${pair%%:*}" >/dev/null 2>&1 || missing+=("${pair##*:}")
@@ -26,6 +24,10 @@ done
 python=${PYTHON:-python3}
 "$python" -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3 python3-venv)
 if [ ${#missing[@]} -gt 0 ]; then
+  if [ "$(id -u)" != 0 ]; then
+    echo "This user is not root. An administrator has to run, once: apt-get install --no-install-recommends ${missing[*]}" >&2
+    exit 1
+  fi
   say "installing Debian packages: ${missing[*]}"
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

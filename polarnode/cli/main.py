@@ -4,6 +4,7 @@ Keep heavy imports inside the commands: `--help` and the start of every command 
 """
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,8 @@ from polarnode.cli.options import (
     take_sources,
 )
 from polarnode.cli.verbs import add_verbs, as_json
-from polarnode.core.errors import PolarnodeError
+from polarnode.containers.user_namespace import enter_user_namespace
+from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.spelling import nearest
 
 # modules of the packages of `polarnode[node]`
@@ -202,6 +204,8 @@ def convert(sources: tuple[Path, ...], out: Path | None, skip: bool, build: bool
     """
     from polarnode.cli.sources import convert
 
+    if build:
+        enter_user_namespace()
     selection = take_sources(sources, params)
     sys.exit(convert(selection, config_of(params), out=out, skip=skip, build=build))
 
@@ -455,6 +459,8 @@ def doctor(ctx: click.Context, /, **params: Any) -> None:
     """
     from polarnode.cli import doctor as examining
 
+    with suppress(RuntimeFault):  # a finding tells what is missing
+        enter_user_namespace()
     sys.exit(examining.examine(config_of(merged_settings(ctx, params))))
 
 

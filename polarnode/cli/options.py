@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 from click.exceptions import Exit
 
+from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, PolarnodeError, Refused, boundary
 from polarnode.node.config import NodeConfig, parse_gpus, read_config, unknown_variables
@@ -79,12 +80,7 @@ def node_options(command: Command) -> Command:
             help="TOML file with settings; docs/api.md lists them.",
         ),
         click.option("--gpus", help="GPUs, such as 0-7, 0 or 0,2. One engine per GPU, or per --tp GPUs."),
-        click.option(
-            "--cpu",
-            is_flag=True,
-            default=None,
-            help="Run the engine on the CPU, for tests and the embedded tiny model.",
-        ),
+        click.option("--cpu", is_flag=True, default=None, help="Engine on the CPU: tests, the tiny model."),
         click.option(
             "--engine",
             metavar="sglang|simulated|URL,…",
@@ -109,6 +105,7 @@ def node_options(command: Command) -> Command:
         click.option("--engine-arg", "engine_args", metavar="NAME=VALUE", multiple=True, help=ENGINE_ARG),
         click.option("--label", "labels", metavar="NAME=VALUE", multiple=True, help="Tasks require it."),
         click.option("--run-limit", type=int, help="Most harnesses running at once. [default: 64]"),
+        click.option("--limits", metavar="enforced|best_effort", help="Whether sessions' limits must hold."),
         click.option(
             "--record-requests",
             metavar="FOLDER",
@@ -302,7 +299,10 @@ def _warn_if_readable(file: Path) -> None:
 
 
 def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:
-    """The config of a node that is about to start. Refused unless it names where the model runs."""
+    """The config of a node that is about to start, as root of a user namespace at least. Refused unless it
+    names where the model runs.
+    """
+    enter_user_namespace()
     config = config_of(params)
     if not config.cpu and not config.gpus and config.engine == "sglang":
         raise click.UsageError(f"choose where the model runs: --gpus 0-7, --gpus 0 or --cpu; try: {hint}")

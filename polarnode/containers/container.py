@@ -13,7 +13,7 @@ source is judged by its resolved path alone, never by how it is written.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -275,7 +275,7 @@ def container_spec(
         "shm_size": SHARED_MEMORY,
         "seccomp_profile_path": str(seccomp),
         **_confinement(findings, shift),
-        "resource_limits": _limits(shape),
+        "resource_limits": _limits(shape, findings.limits),
         "r_limits": _process_limits(shape, findings),
         **({"storage_opts": {"size": f"{shape.disk_mb}m"}} if findings.quotas else {}),
     }
@@ -316,13 +316,15 @@ def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
     return confined
 
 
-def _limits(shape: Shape) -> dict[str, Json]:
+def _limits(shape: Shape, enforced: Collection[str]) -> dict[str, Json]:
+    """Those that this machine enforces: Podman fails over, or drops, one that it does not."""
     memory = shape.memory_mb << 20
-    return {
+    every: dict[str, Json] = {
         "memory": {"limit": memory, "swap": memory},  # memory and swap together: no swap
         "pids": {"limit": shape.pids},
         "cpu": {"quota": round(shape.cpus * CPU_PERIOD), "period": CPU_PERIOD},
     }
+    return {name: limit for name, limit in every.items() if name in enforced}
 
 
 def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:

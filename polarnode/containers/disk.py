@@ -21,7 +21,7 @@ from pathlib import Path
 import trio
 from attrs import define, field, frozen
 
-from polarnode.containers.inside import ControlGroup
+from polarnode.containers.control_groups import Group
 from polarnode.core.errors import RuntimeFault
 
 LOOK_S = 0.5  # seconds between looks at the free space, one system call
@@ -77,7 +77,7 @@ class WritableLayer:
     """
 
     folder: Path
-    group: ControlGroup
+    group: Group
     device: int
 
 
@@ -221,7 +221,7 @@ def locks_of_machine(slabs: Path) -> int:
     return 0
 
 
-async def held_locks(group: ControlGroup) -> int:
+async def held_locks(group: Group) -> int:
     """How many locks the group's processes hold, counted to just beyond MOST_LOCKS."""
     folders = [f"/proc/{pid}/fdinfo" for pid in group.processes()]
     if not folders:
@@ -287,7 +287,7 @@ def unlinked_bytes(layer: WritableLayer) -> int:
     return sum(found.values())
 
 
-def _open_files(group: ControlGroup) -> Iterator[str]:
+def _open_files(group: Group) -> Iterator[str]:
     """Everything the group's processes hold open, or have mapped after it was unlinked, as paths of this
     machine.
     """

@@ -253,7 +253,7 @@ class Builder:
 
 
 async def open_builder(settings: RuntimesSettings, log: Path, report: Callable[[str], None]) -> Builder:
-    ready = await configure_store(settings.state_dir)
+    ready = await configure_store(settings.state_dir, settings.limits)
     recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
     tools = Tools(podman=ready.podman, store=ready.store, log=log)
     return Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, report=report)

@@ -13,7 +13,6 @@ thread for good, so it never runs in one of Trio's.
 import ctypes
 import fcntl
 import os
-import re
 import select
 import signal
 import socket
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, field
 
 from polarnode.core.errors import PolarnodeError, RuntimeFault, boundary
 
@@ -63,8 +62,10 @@ class Inside:
         return not ended.poll(0) and not _exiting(self.pid)
 
     def members(self) -> list[int]:
-        """Process ids (of the machine) in the container, without the first and without zombies."""
-        return _members(self.namespace, self.pid)
+        """Process ids (of the machine) in the container, without the first and without zombies; none once it
+        is closed.
+        """
+        return [] if self._closed else _members(self.namespace, self.pid)
 
     def holds(self, pid: int) -> bool:
         """Whether a process of this machine runs in the container."""
@@ -173,65 +174,6 @@ def _zombie(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
-
-
-# ── control groups ────────────────────────────────────────────────────────────
-
-ROOT = Path("/sys/fs/cgroup")
-OURS = "libpod"  # in the name of the group Podman makes; crun puts processes into one below it
-# bytes in the sockets of a container, sixteen full connections, where they are not counted as its memory
-MOST_IN_SOCKETS = 64 << 20
-# of memory.oom_control (v1) and memory.events (v2) alike
-KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-
-
-@frozen
-class ControlGroup:
-    """A container's group, where its memory is counted."""
-
-    folder: Path
-
-    def oom_kills(self) -> int:
-        """How many processes the kernel ended because the group was out of memory; 0 once the
-        group is gone.
-        """
-        for name in ("memory.events", "memory.oom_control"):
-            try:
-                found = KILLS.search((self.folder / name).read_text())
-            except OSError:
-                continue
-            return int(found[1]) if found else 0
-        return 0
-
-    def limit_sockets(self) -> None:
-        """Bound what is in the sockets of the group; version 2 counts it as memory. Raises OSError.
-
-        Podman 4.3 drops the field that OCI has for this.
-        """
-        limit = self.folder / "memory.kmem.tcp.limit_in_bytes"
-        if limit.exists():
-            limit.write_text(str(MOST_IN_SOCKETS))
-
-    def processes(self) -> list[int]:
-        """Process ids of this machine, those in groups below it included."""
-        found: list[int] = []
-        for listing in (self.folder / "cgroup.procs", *self.folder.glob("*/cgroup.procs")):
-            try:
-                found += map(int, listing.read_text().split())
-            except OSError:
-                continue  # it ended while we looked
-        return found
-
-
-def control_group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> ControlGroup:
-    """The control group of a container, by its first process."""
-    lines = [line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()]
-    by_controllers = {controllers: path for _, controllers, path in lines}
-    path = by_controllers.get("memory")
-    tree = root if path is None else root / "memory"
-    place = Path((path if path is not None else by_controllers.get("", "/")).lstrip("/"))
-    named = [each for each in (place, *place.parents) if OURS in each.name]
-    return ControlGroup(tree / (named[0] if named else place))
 
 
 # ── what a user namespace may take ────────────────────────────────────────────

@@ -18,13 +18,24 @@ import resource
 import shutil
 import stat
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 import trio
 from attrs import frozen
 
+from polarnode.containers import user_namespace
+from polarnode.containers.control_groups import (
+    CONTROLLERS,
+    Cgroups,
+    cgroups_version,
+    enforced,
+    has_controller,
+    has_systemd,
+)
 from polarnode.containers.sealing import can_seal
+from polarnode.containers.user_namespace import ADMINISTRATOR, Limits, Rights, read_rights
 from polarnode.core.errors import RuntimeFault
 
 # ── the store ─────────────────────────────────────────────────────────────────
@@ -43,7 +54,7 @@ def default_state_dir() -> Path:
     """
     if "XDG_STATE_HOME" in os.environ:
         return Path(os.environ["XDG_STATE_HOME"]) / "polarnode" / "podman"
-    if os.geteuid() == 0:
+    if read_rights().kind == "root":
         return Path("/var/lib/polarnode/podman")
     return Path.home() / ".local" / "state" / "polarnode" / "podman"
 
@@ -87,6 +98,10 @@ class Store:
         only its trust and proxy settings.
         """
         passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        if user_namespace.CONFIGURED in os.environ:
+            named = {name: os.environ[name] for name in user_namespace.PASSED_ON if name in os.environ}
+            # without it runc takes /run, which is root's
+            passed = {"XDG_RUNTIME_DIR": str(self.run_dir), **passed, **named}
         own = {
             "CONTAINERS_CONF": str(self.containers_conf),
             "CONTAINERS_STORAGE_CONF": str(self.storage_conf),
@@ -150,7 +165,6 @@ def _memory_folder(fallback: Path) -> Path:
 
 # ── what is probed ────────────────────────────────────────────────────────────
 
-Cgroups = Literal["v1", "v2", "hybrid"]
 
 OLDEST_PODMAN = (4, 3)  # Debian 12's; older ones were never tried
 IDMAPPED_OVERLAY = (5, 19)  # the kernel from which a user namespace costs no copy of the image
@@ -186,7 +200,7 @@ class Finding:
 @frozen(kw_only=True)
 class PodmanFindings:
     """The findings from which a node's Podman configuration is written, as `polarnode doctor` shows them. A
-    missing tool is None.
+    missing tool is None. `limits`: the controllers of control groups that keep a session's limits.
     """
 
     podman: Path | None
@@ -204,6 +218,7 @@ class PodmanFindings:
     user_namespaces: bool
     quotas: bool
     freezes: bool
+    limits: frozenset[str]
     findings: tuple[Finding, ...]
 
     @property
@@ -215,28 +230,35 @@ class PodmanFindings:
         return "; ".join(f"{finding.what} ({finding.remedy})" for finding in self.findings if not finding.ok)
 
 
-async def probe(state_dir: Path) -> PodmanFindings:
-    """Probe the machine for a store in `state_dir` (which need not exist). Takes about 0.1 s."""
+async def probe(state_dir: Path, wanted: Limits = "enforced") -> PodmanFindings:
+    """Probe the machine for a store in `state_dir` (which need not exist). Takes about 0.1 s. With `wanted`
+    limits on best effort, one that is not kept is no obstacle.
+    """
+    rights = read_rights()
     podman, init, seccomp = _which("podman"), _first(INIT_PLACES), _first(SECCOMP_PLACES)
-    cgroups, filesystem = _cgroups(), _filesystem(state_dir)
+    cgroups, filesystem = cgroups_version(), _filesystem(state_dir)
     oci = _oci_runtime(cgroups)
     mount_program = _fuse_overlay() if filesystem == "overlay" else None
     driver: Literal["overlay", "vfs"] = (
         "vfs" if filesystem == "overlay" and mount_program is None else "overlay"
     )
     native = driver == "overlay" and mount_program is None and _kernel() >= IDMAPPED_OVERLAY
-    user_namespaces = native and closed_folder(state_dir) is None
-    quotas = driver == "overlay" and mount_program is None and _has_quotas(state_dir)
-    freezes = cgroups == "v2" or _has_controller("freezer", cgroups)
+    user_namespaces = rights.kind == "root" and native and closed_folder(state_dir) is None
+    quotas = (
+        rights.kind == "root" and driver == "overlay" and mount_program is None and _has_quotas(state_dir)
+    )
+    limits = enforced(cgroups, rights)
+    # the freezer of version 2 is in every group, and a container has one where its limits are kept
+    freezes = bool(limits) and (cgroups == "v2" or has_controller("freezer", cgroups))
     findings = (
-        _root(),
+        _rights(rights),
         await _podman(podman),
         _runtime(oci, cgroups),
         _init(init),
         _seccomp(seccomp),
-        _cgroup_finding(cgroups),
+        _cgroup_finding(cgroups, rights, limits, wanted),
         _storage(driver, mount_program, filesystem),
-        _isolation(native, closed_folder(state_dir)),
+        _isolation(native, closed_folder(state_dir), rights),
         _sealing(can_seal()),
         _disk_limit(quotas),
         _freezer(freezes),
@@ -251,7 +273,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
         seccomp=seccomp,
         has_netavark=_first(NETWORK_PLACES) is not None,
         cgroups=cgroups,
-        systemd=_has_systemd(),
+        systemd=has_systemd(),
         nofile=nofile,
         nproc=nproc,
         most_open_files=most_open_files,
@@ -260,6 +282,7 @@ async def probe(state_dir: Path) -> PodmanFindings:
         user_namespaces=user_namespaces,
         quotas=quotas,
         freezes=freezes,
+        limits=limits,
         findings=findings,
     )
 
@@ -275,18 +298,6 @@ def _first(places: tuple[str, ...]) -> Path | None:
 
 def _fuse_overlay() -> Path | None:
     return _which("fuse-overlayfs") if Path("/dev/fuse").exists() else None
-
-
-def _has_systemd() -> bool:
-    return Path("/run/systemd/system").is_dir()
-
-
-def _cgroups() -> Cgroups:
-    """v2 is the unified tree alone; hybrid is v1 controllers beside a v2 tree that still holds some."""
-    if Path("/sys/fs/cgroup/cgroup.controllers").exists():
-        return "v2"
-    unified = Path("/sys/fs/cgroup/unified/cgroup.controllers")
-    return "hybrid" if unified.exists() and unified.read_text().strip() else "v1"
 
 
 def _oci_runtime(cgroups: Cgroups) -> Path | None:
@@ -349,13 +360,19 @@ def _limits() -> tuple[int, int, int]:
 # ── findings ──────────────────────────────────────────────────────────────────
 
 
-def _root() -> Finding:
-    if os.geteuid() != 0:
+def _rights(rights: Rights) -> Finding:
+    if rights.kind == "user":
         return Finding(
             name="rights",
             ok=False,
-            what="not root",
-            remedy="run polarnode as root: limits and listeners in containers need it",
+            what="not root, and without a user namespace to be root of",
+            remedy=ADMINISTRATOR,
+        )
+    if rights.kind == "namespace":
+        return Finding(
+            name="rights",
+            ok=True,
+            what=f"root of a user namespace with {rights.ids} ids, not of this machine",
         )
     effective = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
@@ -440,20 +457,28 @@ def _seccomp(profile: Path | None) -> Finding:
     return Finding(name="system calls", ok=True, what=f"bounded by {profile} and the node's own rules")
 
 
-def _cgroup_finding(cgroups: Cgroups) -> Finding:
-    missing = [name for name in ("memory", "pids", "cpu") if not _has_controller(name, cgroups)]
+def _cgroup_finding(cgroups: Cgroups, rights: Rights, limits: Collection[str], wanted: Limits) -> Finding:
+    missing = [name for name in CONTROLLERS if name not in limits]
+    if missing and rights.kind != "root":
+        delegate = (
+            f"as an administrator, give this user the controllers: Delegate={' '.join(CONTROLLERS)} under"
+            " [Service] in /etc/systemd/system/user@.service.d/delegate.conf"
+            if cgroups == "v2" and has_systemd()
+            else "they need cgroups v2 and systemd, or root"
+        )
+        return Finding(
+            name="cgroups",
+            ok=wanted == "best_effort",
+            what=f"cgroups {cgroups} keep no limit of {', '.join(missing)} without root: a session can take"
+            " the whole machine",
+            remedy=f"{delegate}; or accept it: --limits best_effort",
+        )
     if missing:
         remedy = "mount these controllers: without them a session can take the whole machine"
         return Finding(
             name="cgroups", ok=False, what=f"cgroups {cgroups} without {', '.join(missing)}", remedy=remedy
         )
     return Finding(name="cgroups", ok=True, what=f"cgroups {cgroups}")
-
-
-def _has_controller(name: str, cgroups: Cgroups) -> bool:
-    if cgroups == "v2":
-        return name in Path("/sys/fs/cgroup/cgroup.controllers").read_text().split()
-    return Path("/sys/fs/cgroup", name).is_dir()
 
 
 def _storage(driver: str, mount_program: Path | None, filesystem: str) -> Finding:
@@ -469,7 +494,16 @@ def _storage(driver: str, mount_program: Path | None, filesystem: str) -> Findin
     return Finding(name="storage", ok=True, what=f"{how} on {filesystem}")
 
 
-def _isolation(native: bool, closed: Path | None) -> Finding:
+def _isolation(native: bool, closed: Path | None, rights: Rights) -> Finding:
+    if rights.kind != "root":
+        return Finding(
+            name="isolation",
+            ok=True,
+            what="no network, no capabilities, one user namespace for all containers: the same user in two of"
+            " them is one user of this machine, and one session can take all inotify instances and pending"
+            " signals of the others",
+            remedy="a node that root runs gives each container ids of its own",
+        )
     if native and closed is None:
         return Finding(
             name="isolation",

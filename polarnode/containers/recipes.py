@@ -22,6 +22,7 @@ import trio
 from attrs import field, frozen
 
 from polarnode.containers.probe import Store
+from polarnode.containers.user_namespace import Limits
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault, boundary
 from polarnode.support.bounded import private_opener
@@ -49,6 +50,7 @@ class RuntimesSettings:
     # at 32)
     calls: int = 6
     volumes: tuple[str, ...] = ()  # folders below which tasks may mount
+    limits: Limits = "enforced"  # whether a machine that does not keep all limits of sessions will do
     # MiB left free on the disk of the containers: half of it left, and the largest is ended
     disk_reserve_mb: int = 4096
 

@@ -35,6 +35,7 @@ from polarnode.containers.container import (
     container_spec,
     open_volumes,
 )
+from polarnode.containers.control_groups import Group, UncountedGroup, control_group_of
 from polarnode.containers.copying import Copy
 from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
 from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
@@ -44,7 +45,6 @@ from polarnode.containers.inside import (
     ENDPOINT_HOST,
     ENDPOINT_PORT,
     Inside,
-    control_group_of,
     limit_user_namespace,
     look_inside,
     open_model_endpoint,
@@ -454,7 +454,7 @@ class Starter:
             try:
                 sources.check_mounted(inside.root)
                 with boundary(RuntimeFault, "a container's sockets could not be bounded"):
-                    control_group_of(inside.pid).limit_sockets()
+                    self._group(inside).limit_sockets()
                 if self.findings.user_namespaces:
                     await limit_user_namespace(inside)
             except BaseException:
@@ -476,7 +476,7 @@ class Starter:
             await freeze.thaw_for_good()
             await inside.kill_all()
 
-        group = control_group_of(inside.pid)
+        group = self._group(inside)
         place = WritableLayer(
             folder=layer or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
         )
@@ -484,6 +484,9 @@ class Starter:
         if layer is not None:
             self.watch.add(watched)
         return watched
+
+    def _group(self, inside: Inside) -> Group:
+        return control_group_of(inside.pid) if self.findings.limits else UncountedGroup(inside.members)
 
     def _forget(self, name: str) -> None:
         self.watch.discard(name)

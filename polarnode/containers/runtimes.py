@@ -328,7 +328,7 @@ async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
     Opening removes what killed nodes left. Close it after the sessions: warm runtimes go first, then the
     sweeper, then the service.
     """
-    ready = await configure_store(settings.state_dir)
+    ready = await configure_store(settings.state_dir, settings.limits)
     socket = ready.store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock"
     service = PodmanService(ready.podman, ready.store, socket)
     client = ContainerClient(service.socket, settings.calls)

@@ -26,6 +26,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.containers.probe import SERVICE_PATH, PodmanFindings, Store, make_folders, probe, store_at
+from polarnode.containers.user_namespace import Limits
 from polarnode.core.backoff import Backoff
 from polarnode.core.errors import RuntimeFault
 
@@ -45,11 +46,11 @@ class ConfiguredStore:
     findings: PodmanFindings
 
 
-async def configure_store(state_dir: Path) -> ConfiguredStore:
+async def configure_store(state_dir: Path, limits: Limits = "enforced") -> ConfiguredStore:
     """Probe the machine, and make and configure the store. Raises RuntimeFault with the remedies where the
     machine lacks something.
     """
-    findings = await probe(state_dir)
+    findings = await probe(state_dir, limits)
     if findings.podman is None or findings.seccomp is None or not findings.ok:
         raise RuntimeFault(f"containers cannot run here: {findings.faults()}")
     store = store_at(state_dir)
@@ -102,6 +103,8 @@ def storage_conf(store: Store, findings: PodmanFindings) -> str:
         f"driver = {_text(findings.driver)}",
         f"graphroot = {_text(store.storage)}",
         f"runroot = {_text(store.run_dir / 'storage')}",
+        # without root Podman reads no graphroot
+        f"rootless_storage_path = {_text(store.storage)}",
     ]
     if findings.mount_program is not None:
         lines += ["[storage.options.overlay]", f"mount_program = {_text(findings.mount_program)}"]

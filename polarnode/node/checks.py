@@ -54,7 +54,7 @@ def refuse_unfit(config: NodeConfig) -> None:
 def requirements(config: NodeConfig) -> Iterator[Finding]:
     """All of them, quick ones first. A model that can be looked at has no finding of its own here."""
     state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
-    yield from trio.run(probe, state_dir).findings
+    yield from trio.run(probe, state_dir, config.limits).findings
     yield recipes(config)
     if has_own_engine(config):
         yield sglang(config)

@@ -15,6 +15,7 @@ from typing import Literal, get_origin
 from attrs import evolve, field, fields, frozen
 
 from polarnode.containers.egress.rules import CALLBACK_NETWORKS
+from polarnode.containers.user_namespace import Limits
 from polarnode.core import codec
 from polarnode.core.codec.limits import address, is_loopback, label_faults, url_fault
 from polarnode.core.codec.tasks import HOST
@@ -203,6 +204,8 @@ class NodeConfig:
     # MiB of the containers' disk left free: less, and no session is begun; half of it left, and the largest
     # is ended
     disk_reserve_mb: int = 4096
+    # whether a node starts where this machine does not keep some limit of a session, as without root
+    limits: Limits = "enforced"
     # prepared workspaces kept as images, the least lately used go first: tasks of a batch are prepared once
     # each
     prepared: int = 32

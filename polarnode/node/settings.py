@@ -127,6 +127,7 @@ def runtimes_settings(config: NodeConfig) -> RuntimesSettings:
         prepared=config.prepared,
         volumes=config.volumes,
         disk_reserve_mb=config.disk_reserve_mb,
+        limits=config.limits,
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polarnode.containers.inside import ControlGroup, control_group_of
+from polarnode.containers.control_groups import ControlGroup, control_group_of
 
 ID = "0d4f"
 V1 = f"5:pids:/libpod_parent/libpod-{ID}\n4:memory:/libpod_parent/libpod-{ID}\n1:name=systemd:/libpod_parent/libpod-{ID}\n"

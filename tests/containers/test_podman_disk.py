@@ -16,6 +16,7 @@ from attrs import evolve
 from podman_parts import LIFETIME_S, SMALL, until
 
 from polarnode.containers import disk
+from polarnode.containers.control_groups import ControlGroup
 from polarnode.containers.disk import (
     DiskSpace,
     DiskWatch,
@@ -25,7 +26,6 @@ from polarnode.containers.disk import (
     unlinked_bytes,
     used_bytes,
 )
-from polarnode.containers.inside import ControlGroup
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes
 from polarnode.support.concurrency import open_background

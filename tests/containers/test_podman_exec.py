@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from podman_parts import LIFETIME_S, SMALL, cancelled_at
+from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits
 
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes
@@ -132,6 +132,7 @@ async def test_the_service_dies_in_the_middle(runtimes: Runtimes, fed: bytes) ->
         assert await running(runtime) == []
 
 
+@kept_limits
 async def test_memory_that_is_spent_is_told(runtimes: Runtimes) -> None:
     async with runtimes.open(SMALL, session_id="oom", lifetime_s=LIFETIME_S) as runtime:
         assert runtime.oom_kills() == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from podman_parts import LIFETIME_S, SMALL, cancelled_at, settings
+from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits, settings
 
 from polarnode.containers.freezing import Freeze
 from polarnode.containers.runtime import PodmanRuntime
@@ -54,6 +54,7 @@ async def comes_to(runtime: PodmanRuntime, least: int) -> None:
             await trio.sleep(0.02)
 
 
+@kept_limits
 async def test_a_frozen_program_stands_still_and_goes_on_with_what_it_was_sent(
     runtimes: Runtimes, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ FOUND = PodmanFindings(
     user_namespaces=True,
     quotas=False,
     freezes=True,
+    limits=frozenset({"memory", "pids", "cpu"}),
     findings=(Finding(name="a", ok=True, what="well"),),
 )
 SECCOMP = Path("/var/lib/polarnode/podman/etc/seccomp.json")
@@ -124,6 +125,7 @@ def test_storage_is_ours_alone(tmp_path: Path) -> None:
         "driver": "overlay",
         "graphroot": f"{tmp_path}/storage",
         "runroot": f"{store.run_dir}/storage",
+        "rootless_storage_path": f"{tmp_path}/storage",
     }
     quoted = store_at(tmp_path / 'a "b"')
     assert tomllib.loads(storage_conf(quoted, FOUND))["storage"]["graphroot"] == f'{tmp_path}/a "b"/storage'

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trio
 from fakes_runtime import CONTRACT
-from podman_parts import LIFETIME_S, SMALL, cancelled_at
+from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits
 
 from polarnode.containers.container import LABEL_OWNER, this_process
 from polarnode.containers.runtime import PodmanRuntime
@@ -223,6 +223,7 @@ async def test_a_fork_bomb_stays_in_its_box(runtimes: Runtimes) -> None:
         assert (await runtime.run(["echo", "alive"])).stdout == b"alive\n"
 
 
+@kept_limits
 async def test_memory_is_limited_and_the_container_survives(runtimes: Runtimes) -> None:
     async with runtimes.open(SMALL, session_id="memory", lifetime_s=LIFETIME_S) as runtime:
         ended = await runtime.run(["python3", "-c", "x = bytearray(400 << 20); print(len(x))"])

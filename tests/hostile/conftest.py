@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parent.parent / "live"))
 
 from hostile_kit import Arena, open_arena
 from live_kit import short_temporary
+from podman_parts import LIMITS
 
 from polarnode.containers.probe import default_state_dir, probe
 
@@ -19,7 +20,7 @@ from polarnode.containers.probe import default_state_dir, probe
 @pytest.fixture(scope="session")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     """A node with an engine that only simulates, and a peaceful session that makes turns all along."""
-    findings = trio.run(probe, default_state_dir())
+    findings = trio.run(probe, default_state_dir(), LIMITS)
     if not findings.ok:
         pytest.skip(f"Podman can not start containers here: {findings.faults()}")
     with short_temporary() as temporary, open_arena(tmp_path_factory.mktemp("hostile"), temporary) as opened:

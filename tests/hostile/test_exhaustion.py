@@ -2,10 +2,12 @@
 
 import pytest
 from hostile_kit import Arena, reported
+from podman_parts import kept_limits
 
 pytestmark = pytest.mark.podman
 
 
+@kept_limits
 def test_a_fork_bomb_ends_at_its_own_limit(arena: Arena) -> None:
     """It takes its container's process ids and no others; the harness goes on, and all of it is gone with the
     run.
@@ -37,6 +39,7 @@ def test_a_fork_bomb_ends_at_its_own_limit(arena: Arena) -> None:
     assert len(trajectory.turns) == 2
 
 
+@kept_limits
 def test_a_memory_hog_is_ended_alone(arena: Arena) -> None:
     """The kernel ends the greedy process in its own container; what the session had is kept, and its outcome
     says how it ended.
@@ -53,6 +56,7 @@ def test_a_memory_hog_is_ended_alone(arena: Arena) -> None:
     assert len(trajectory.turns) == 1
 
 
+@kept_limits
 def test_memory_behind_files_counts_too(arena: Arena) -> None:
     """Shared memory has a size of its own, and a tmpfs is its container's memory."""
     filler = """
@@ -89,6 +93,7 @@ def test_memory_behind_files_counts_too(arena: Arena) -> None:
     ), found
 
 
+@kept_limits
 def test_empty_files_in_memory_are_memory(arena: Arena) -> None:
     """Each takes a kilobyte of the kernel's, which is the container's too: it ends at its own limit, in one
     of two honest ways.

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 from hostile_kit import Arena, reported
 from live_kit import until
+from podman_parts import kept_limits
 
 pytestmark = pytest.mark.podman
 
@@ -91,6 +92,7 @@ BOUNDS = {
 ENOUGH = {name: [4, None] for name in ("watchers", "terminals", "timers", "signals", "queues")}
 
 
+@kept_limits
 def test_one_session_cannot_take_what_the_machine_has_once(arena: Arena) -> None:
     greedy = arena.start(TAKERS + GREEDY, budgets={"run_s": 600})
     try:
@@ -123,6 +125,7 @@ def _root_gets() -> object:
     return json.loads(ran.stdout)
 
 
+@kept_limits
 def test_what_is_in_sockets_is_bounded(arena: Arena) -> None:
     """Four times its memory is sent to sockets of its own that nobody reads; the machine's share of them is
     for all.

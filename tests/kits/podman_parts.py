@@ -4,6 +4,7 @@ once), a node's runtimes for each test.
 Where Podman can not start containers the tests that need it are skipped with doctor's own words.
 """
 
+import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -16,15 +17,22 @@ from polarnode.containers.probe import default_state_dir, probe, store_at
 from polarnode.containers.recipes import RuntimesSettings, Tools
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.user_namespace import Limits
 from polarnode.core.task import RuntimeSpec
 
+# `best_effort` where the suites run without root: tests/live/test_rootless.py
+LIMITS: Limits = "best_effort" if os.environ.get("POLARNODE_LIMITS") == "best_effort" else "enforced"
+kept_limits = pytest.mark.skipif(
+    LIMITS != "enforced",
+    reason="without root this machine bounds neither memory nor processes nor what namespaces share",
+)
 SMALL = RuntimeSpec(memory_mb=256, pids=64)
 # of containers in tests: nothing here takes minutes, and what a killed test leaves is gone after these
 LIFETIME_S = 900.0
 
 
 def settings(node_id: str = "test", warm: int = 2) -> RuntimesSettings:
-    return RuntimesSettings(state_dir=default_state_dir(), node_id=node_id, warm=warm)
+    return RuntimesSettings(state_dir=default_state_dir(), node_id=node_id, warm=warm, limits=LIMITS)
 
 
 def tools(log: Path) -> Tools:
@@ -50,7 +58,7 @@ async def _cancel_at(runtime: PodmanRuntime, sign: str, scope: trio.CancelScope)
 @pytest.fixture(scope="session")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Podman that starts containers, with the base image in its store."""
-    findings = trio.run(probe, default_state_dir())
+    findings = trio.run(probe, default_state_dir(), LIMITS)
     if not findings.ok:
         pytest.skip(f"Podman can not start containers here: {findings.faults()}")
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import trio
 from live_kit import STEERED, ServingNode, meaning_folder, serving, short_temporary
+from podman_parts import LIMITS
 
 from polarnode.containers.probe import default_state_dir, probe
 
 
 @pytest.fixture(scope="session")
 def podman_works() -> None:
-    findings = trio.run(probe, default_state_dir())
+    findings = trio.run(probe, default_state_dir(), LIMITS)
     if not findings.ok:
         pytest.skip(f"Podman can not start containers here: {findings.faults()}")
 

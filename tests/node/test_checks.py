@@ -222,7 +222,10 @@ def test_a_start_on_a_machine_without_gpus_says_all_that_doctor_knows_at_once(
 
 def test_who_is_not_root_learns_it_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert any(line.startswith("rights: not root: run polarnode as root") for line in faulty(CPU))
+    assert any(
+        line.startswith("rights: not root, and without a user namespace to be root of: an administrator")
+        for line in faulty(CPU)
+    )
     with pytest.raises(ConfigError, match="rights: not root"):
         checks.refuse_unfit(CPU)
 

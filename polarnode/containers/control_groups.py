@@ -1,0 +1,140 @@
+"""Control groups: which limits of sessions they keep on this machine, and the group of one container.
+
+Version 1 has a tree for each controller, version 2 one for all; `hybrid` is version 1 beside a tree of
+version 2 that holds some.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from attrs import frozen
+
+from polarnode.containers.user_namespace import Rights
+
+ROOT = Path("/sys/fs/cgroup")
+
+# ── this machine's ────────────────────────────────────────────────────────────
+
+Cgroups = Literal["v1", "v2", "hybrid"]
+CONTROLLERS = ("memory", "pids", "cpu")  # of the limits that control groups keep
+
+
+def cgroups_version() -> Cgroups:
+    """v2 is the unified tree alone; hybrid is v1 controllers beside a v2 tree that still holds some."""
+    if (ROOT / "cgroup.controllers").exists():
+        return "v2"
+    unified = ROOT / "unified/cgroup.controllers"
+    return "hybrid" if unified.exists() and unified.read_text().strip() else "v1"
+
+
+def has_systemd() -> bool:
+    return Path("/run/systemd/system").is_dir()
+
+
+def has_controller(name: str, cgroups: Cgroups) -> bool:
+    if cgroups == "v2":
+        return name in (ROOT / "cgroup.controllers").read_text().split()
+    return (ROOT / name).is_dir()
+
+
+def enforced(cgroups: Cgroups, rights: Rights) -> frozenset[str]:
+    """The controllers that keep limits of our containers. Without root those that systemd delegated to this
+    user, by version 2 alone: Podman drops the others without a word.
+    """
+    if rights.kind == "root":
+        return frozenset(name for name in CONTROLLERS if has_controller(name, cgroups))
+    if cgroups != "v2" or not has_systemd() or rights.kind == "user":
+        return frozenset()
+    group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+    try:
+        folder = ROOT / group
+        delegated = (folder / "cgroup.controllers").read_text().split()
+    except OSError:
+        return frozenset()
+    if not os.access(folder / "cgroup.procs", os.W_OK):
+        return frozenset()
+    return frozenset(CONTROLLERS).intersection(delegated)
+
+
+# ── a container's ─────────────────────────────────────────────────────────────
+
+OURS = "libpod"  # in the name of the group Podman makes; crun puts processes into one below it
+# bytes in the sockets of a container, sixteen full connections, where they are not counted as its memory
+MOST_IN_SOCKETS = 64 << 20
+# of memory.oom_control (v1) and memory.events (v2) alike
+KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+@frozen
+class ControlGroup:
+    """A container's group, where its memory is counted."""
+
+    folder: Path
+
+    def oom_kills(self) -> int:
+        """How many processes the kernel ended because the group was out of memory; 0 once the
+        group is gone.
+        """
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                found = KILLS.search((self.folder / name).read_text())
+            except OSError:
+                continue
+            return int(found[1]) if found else 0
+        return 0
+
+    def limit_sockets(self) -> None:
+        """Bound what is in the sockets of the group; version 2 counts it as memory. Raises OSError.
+
+        Podman 4.3 drops the field that OCI has for this.
+        """
+        limit = self.folder / "memory.kmem.tcp.limit_in_bytes"
+        if limit.exists():
+            limit.write_text(str(MOST_IN_SOCKETS))
+
+    def processes(self) -> list[int]:
+        """Process ids of this machine, those in groups below it included."""
+        found: list[int] = []
+        for listing in (self.folder / "cgroup.procs", *self.folder.glob("*/cgroup.procs")):
+            try:
+                found += map(int, listing.read_text().split())
+            except OSError:
+                continue  # it ended while we looked
+        return found
+
+
+@frozen
+class UncountedGroup:
+    """A container that no control group counts, as those of a node without root: its processes are those of
+    its namespace.
+    """
+
+    members: Callable[[], list[int]]
+
+    def oom_kills(self) -> int:
+        """None: it has no memory of its own to be used up."""
+        return 0
+
+    def limit_sockets(self) -> None:
+        """Nothing bounds them."""
+
+    def processes(self) -> list[int]:
+        """Process ids of this machine, without the container's first."""
+        return self.members()
+
+
+Group = ControlGroup | UncountedGroup
+
+
+def control_group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> ControlGroup:
+    """The control group of a container, by its first process."""
+    lines = [line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()]
+    by_controllers = {controllers: path for _, controllers, path in lines}
+    path = by_controllers.get("memory")
+    tree = root if path is None else root / "memory"
+    place = Path((path if path is not None else by_controllers.get("", "/")).lstrip("/"))
+    named = [each for each in (place, *place.parents) if OURS in each.name]
+    return ControlGroup(tree / (named[0] if named else place))

@@ -1,0 +1,142 @@
+"""A node without root: the user namespace in which it is root of its own ids.
+
+Podman keeps one namespace for each user of a machine, with the ids that /etc/subuid and /etc/subgid give
+them, and holds it by a process of its own. A node enters that one, so that several nodes and `podman` see the
+same containers; the program is replaced (exec), so that its process id, its signals and its end are its own.
+Invariant: a process that is root already, here or in a namespace, is left as it is.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Literal, NoReturn
+
+from attrs import frozen
+
+from polarnode.core.errors import RuntimeFault
+
+ALL_IDS: Final = (1 << 32) - 1  # of the first user namespace
+# ids that a container has: as many as images use (`nobody` is 65534), and as many as Debian gives a user
+IDS: Final = 65536
+# seconds for Podman to make its namespace: 0.3 quiet
+ENTER_S: Final = 30.0
+# Podman's own names for a process that it has already put into its namespace
+CONFIGURED, USER, GROUP = (
+    "_CONTAINERS_USERNS_CONFIGURED",
+    "_CONTAINERS_ROOTLESS_UID",
+    "_CONTAINERS_ROOTLESS_GID",
+)
+PASSED_ON = (CONFIGURED, USER, GROUP, "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+HOLDERS = ("catatonit", "podman pause", "podman")  # what Podman keeps in it, by its version
+ADMINISTRATOR = (
+    "an administrator has to run, once: apt-get install --no-install-recommends podman uidmap catatonit;"
+    " usermod --add-subuids 100000-165535 --add-subgids 100000-165535 YOUR_NAME"
+)
+
+
+Limits = Literal["enforced", "best_effort"]  # whether a node starts where a session's limit is not kept
+
+
+@frozen(kw_only=True)
+class Rights:
+    """`kind`: root of the machine, root of a user namespace, or a user. `ids`: user ids from 0 that there
+    are in a row.
+    """
+
+    kind: Literal["root", "namespace", "user"]
+    ids: int
+
+    @property
+    def own_ranges(self) -> int:
+        """How many containers can have a range of ids that nothing else has."""
+        return max(0, self.ids // IDS - 1)
+
+
+def read_rights(proc: Path = Path("/proc/self")) -> Rights:
+    """What this process may do."""
+    ids = 0
+    for line in (proc / "uid_map").read_text().splitlines():
+        inside, _, count = map(int, line.split())
+        if inside == ids:
+            ids += count
+    if os.geteuid() != 0:
+        return Rights(kind="user", ids=ids)
+    return Rights(kind="root" if ids >= ALL_IDS else "namespace", ids=ids)
+
+
+def enter_user_namespace(argv: Sequence[str] = sys.orig_argv) -> None:
+    """Replace this program by itself as root of the user's namespace; return where it is root already.
+    Raises RuntimeFault with what is missing.
+    """
+    if os.geteuid() == 0:
+        return
+    if CONFIGURED in os.environ:
+        raise RuntimeFault(f"{CONFIGURED} is set, and this process is not root: unset it")
+    pause = _pause_process()
+    own = {CONFIGURED: "done", USER: str(os.getuid()), GROUP: str(os.getgid())}
+    _exec(_nsenter(), pause, _program(argv), {**os.environ, **own})
+
+
+def _pause_process() -> int:
+    """The process that holds the namespace of this user; Podman begins it where it does not run."""
+    podman = shutil.which("podman")
+    if podman is None or shutil.which("newuidmap") is None:
+        missing = "podman" if podman is None else "newuidmap"
+        raise RuntimeFault(f"this user is not root, and {missing} is not installed: {ADMINISTRATOR}")
+    try:
+        done = subprocess.run(
+            [podman, "unshare", "sh", "-c", "readlink /proc/self/ns/user; cat /proc/self/uid_map"],
+            capture_output=True,
+            text=True,
+            timeout=ENTER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeFault(
+            f"podman unshare did not answer within {ENTER_S:.0f} s: run it to see why"
+        ) from None
+    namespace, *ranges = done.stdout.splitlines() or [""]
+    if done.returncode != 0 or not ranges:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise RuntimeFault(f"podman gives this user no user namespace ({reason}): {ADMINISTRATOR}")
+    ids = sum(int(line.split()[2]) for line in ranges)
+    if ids < IDS:
+        raise RuntimeFault(
+            f"this user is not root and has {ids} ids of its own, where containers need {IDS}:"
+            f" {ADMINISTRATOR}"
+        )
+    return _holder(namespace)
+
+
+def _holder(namespace: str) -> int:
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):
+            if (
+                folder.name.isdigit()
+                and os.readlink(folder / "ns" / "user") == namespace
+                and (folder / "comm").read_text().strip() in HOLDERS
+            ):
+                return int(folder.name)
+    raise RuntimeFault(
+        "podman keeps no process in this user's namespace: `podman system migrate` starts it again"
+    )
+
+
+def _nsenter() -> str:
+    found = shutil.which("nsenter")
+    if found is None:
+        raise RuntimeFault("nsenter is not installed: apt-get install util-linux")
+    return found
+
+
+def _program(argv: Sequence[str]) -> list[str]:
+    return [sys.executable, *argv[1:]]
+
+
+def _exec(nsenter: str, pause: int, program: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    words = ["--user", "--mount", "--target", str(pause), "--setuid", "0", "--setgid", "0", "--wd=."]
+    os.execve(nsenter, [nsenter, *words, "--", *program], dict(environment))
