@@ -6,6 +6,7 @@ made here: nothing depends on trained weights. The reference is transformers' ow
 """
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,13 @@ async def dies_and_comes_back(engines: Engines, victim: int, updated: Reference)
 async def test_a_start_that_fails_names_the_setting(
     reference: Reference, tmp_path: Path, temporary: Path
 ) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(reference.path, torn)
+    os.truncate(torn / "model.safetensors", 4096)
     with pytest.raises(EngineError) as caught, trio.fail_after(300):
-        async with open_engines(settings(reference, tmp_path, max_total_tokens=None, context_length=1 << 20)):
+        async with open_engines(settings(reference, tmp_path, model_path=torn)):
             pytest.fail("it does not serve")
-    assert "--context-length" in str(caught.value)
+    assert "the weights under --model cannot be read" in str(caught.value)
     assert "engine-0.log" in str(caught.value)
     assert nothing_is_left(temporary, set())
 
