@@ -465,7 +465,7 @@ def _generated(
     config: NodeConfig, work: PendingWork, tasks: Sequence[SourcedTask], console: Console
 ) -> GenerationRun | None:
     """Run what is missing; None when stopped before any session began."""
-    checks.refuse_unfit(config)
+    checks.refuse_unfit(config, tasks=True)
     log = Path(config.state_dir) / "node.log"
     with boundary(ConfigError, f"--out {log.parent} cannot be written"):
         open_node_log(log.parent)

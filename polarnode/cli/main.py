@@ -204,8 +204,6 @@ def convert(sources: tuple[Path, ...], out: Path | None, skip: bool, build: bool
     """
     from polarnode.cli.sources import convert
 
-    if build:
-        enter_user_namespace()
     selection = take_sources(sources, params)
     sys.exit(convert(selection, config_of(params), out=out, skip=skip, build=build))
 
@@ -459,9 +457,11 @@ def doctor(ctx: click.Context, /, **params: Any) -> None:
     """
     from polarnode.cli import doctor as examining
 
-    with suppress(RuntimeFault):  # a finding tells what is missing
-        enter_user_namespace()
-    sys.exit(examining.examine(config_of(merged_settings(ctx, params))))
+    config = config_of(merged_settings(ctx, params))
+    if config.containers:
+        with suppress(RuntimeFault):  # a finding tells what is missing
+            enter_user_namespace()
+    sys.exit(examining.examine(config))
 
 
 @main.command("gym-agent", short_help="Serve a NeMo Gym agent that runs on a node.")

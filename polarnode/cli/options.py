@@ -17,7 +17,8 @@ from click.exceptions import Exit
 from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, PolarnodeError, Refused, boundary
-from polarnode.node.config import NodeConfig, parse_gpus, read_config, unknown_variables
+from polarnode.node.config import NodeConfig
+from polarnode.node.config_sources import parse_gpus, read_config, unknown_variables
 from polarnode.sources.values import KINDS, Overrides
 
 if TYPE_CHECKING:
@@ -94,17 +95,20 @@ def node_options(command: Command) -> Command:
             type=int,
             help="Most tokens of a prompt and its answer together. [default: the checkpoint's]",
         ),
-        click.option(
-            "--routed-experts",
-            is_flag=True,
-            default=None,
-            help="Record the routed experts of each token, for tasks that ask for them.",
-        ),
+        click.option("--routed-experts", is_flag=True, default=None, help="Record them for tasks that ask."),
         click.option("--lora-rank", type=int, help="Largest rank of adapters. [default: 0, none taken]"),
         click.option("--adapter", "adapters", metavar="NAME=FOLDER", multiple=True, help="One to serve."),
         click.option("--engine-arg", "engine_args", metavar="NAME=VALUE", multiple=True, help=ENGINE_ARG),
         click.option("--label", "labels", metavar="NAME=VALUE", multiple=True, help="Tasks require it."),
         click.option("--run-limit", type=int, help="Most harnesses running at once. [default: 64]"),
+        click.option(
+            "--no-containers",
+            "containers",
+            is_flag=True,
+            flag_value=False,
+            default=None,
+            help="Take captures alone.",
+        ),
         click.option("--limits", metavar="enforced|best_effort", help="Whether sessions' limits must hold."),
         click.option(
             "--record-requests",
@@ -302,8 +306,9 @@ def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:
     """The config of a node that is about to start, as root of a user namespace at least. Refused unless it
     names where the model runs.
     """
-    enter_user_namespace()
     config = config_of(params)
+    if config.containers:
+        enter_user_namespace()
     if not config.cpu and not config.gpus and config.engine == "sglang":
         raise click.UsageError(f"choose where the model runs: --gpus 0-7, --gpus 0 or --cpu; try: {hint}")
     return config

@@ -85,7 +85,7 @@ def run(config: NodeConfig, sources: SourceSelection, *, out: Path, expect_rewar
     own = evolve(config, import_paths=config.import_paths or ("*",))
     tasks = [checked(task, config=own, here=True) for task in sources.tasks()]
     specs = [task.spec for task in tasks]
-    checks.refuse_unfit(own)
+    checks.refuse_unfit(own, tasks=True)
     console, state = open_console(), new_state(out)
     own = evolve(own, state_dir=str(state))
     with boundary(ConfigError, f"--out {out} cannot be written"):

@@ -17,8 +17,9 @@ from attrs import evolve, field, frozen
 from rich.table import Table
 
 from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core import codec
-from polarnode.core.errors import Refused
+from polarnode.core.errors import ConfigError, Refused, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.node.config import NodeConfig
 from polarnode.sources.source import read_source
@@ -100,8 +101,11 @@ def build_folders(
     from polarnode.containers.images import build_task_images
     from polarnode.node.settings import runtimes_settings  # heavy, so imported only to build
 
-    settings, log = runtimes_settings(config), Path(config.state_dir) / "images.log"
-
+    enter_user_namespace()
+    settings = evolve(runtimes_settings(config), limits="best_effort")  # a build is no session
+    log = Path(config.state_dir) / "images.log"
+    with boundary(ConfigError, f"{log.parent} cannot be written: set POLARNODE_STATE_DIR to another folder"):
+        log.parent.mkdir(parents=True, exist_ok=True)
     steps = Steps(report, hint=f"log: {log}")
 
     async def build() -> None:

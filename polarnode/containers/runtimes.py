@@ -18,7 +18,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import trio
@@ -319,6 +319,42 @@ class Runtimes:
 
     def _workspace(self, spec: RuntimeSpec) -> Workspace | None:
         return workspace_of(spec, self._pool.shape(spec).image)
+
+
+NO_CONTAINERS = (
+    "this node runs no containers (--no-containers) and takes captures alone: send tasks to a node that has"
+    " them, or start it without that flag"
+)
+
+
+@define(eq=False, kw_only=True)
+class AbsentRuntimes:
+    """In the place of `Runtimes` for a node that runs no containers: opening one raises RuntimeFault."""
+
+    settings: RuntimesSettings
+
+    def open_prepared(
+        self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float, prepare: Prepare, shared: bool
+    ) -> AbstractAsyncContextManager[PodmanRuntime]:
+        """Raises RuntimeFault: for what a node with containers left to be run again."""
+        raise RuntimeFault(NO_CONTAINERS)
+
+    def preparing(self, spec: RuntimeSpec) -> bool:
+        return False
+
+    async def wait_prepared(self, spec: RuntimeSpec) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def prewarm(self, spec: RuntimeSpec, count: int) -> None:
+        """Nothing is started for sessions that end at once."""
+
+    def hold(self, held: bool) -> None:
+        """Nothing is started anyway."""
+
+    def statistics(self) -> RuntimesStatistics:
+        return RuntimesStatistics(
+            live=0, warm=0, started=0, served_warm=0, failed=0, swept=0, service_restarts=0
+        )
 
 
 @asynccontextmanager

@@ -10,10 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, Literal, NoReturn
+from typing import Final, Literal
 
 from attrs import frozen
 
@@ -34,7 +34,8 @@ PASSED_ON = (CONFIGURED, USER, GROUP, "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRE
 HOLDERS = ("catatonit", "podman pause", "podman")  # what Podman keeps in it, by its version
 ADMINISTRATOR = (
     "an administrator has to run, once: apt-get install --no-install-recommends podman uidmap catatonit;"
-    " usermod --add-subuids 100000-165535 --add-subgids 100000-165535 YOUR_NAME"
+    " usermod --add-subuids 100000-165535 --add-subgids 100000-165535 YOUR_NAME; without it, --no-containers"
+    " takes captures"
 )
 
 
@@ -77,8 +78,12 @@ def enter_user_namespace(argv: Sequence[str] = sys.orig_argv) -> None:
     if CONFIGURED in os.environ:
         raise RuntimeFault(f"{CONFIGURED} is set, and this process is not root: unset it")
     pause = _pause_process()
+    nsenter = shutil.which("nsenter")
+    if nsenter is None:
+        raise RuntimeFault("nsenter is not installed: apt-get install util-linux")
     own = {CONFIGURED: "done", USER: str(os.getuid()), GROUP: str(os.getgid())}
-    _exec(_nsenter(), pause, _program(argv), {**os.environ, **own})
+    words = ["--user", "--mount", "--target", str(pause), "--setuid", "0", "--setgid", "0", "--wd=."]
+    os.execve(nsenter, [nsenter, *words, "--", sys.executable, *argv[1:]], {**os.environ, **own})
 
 
 def _pause_process() -> int:
@@ -124,19 +129,3 @@ def _holder(namespace: str) -> int:
     raise RuntimeFault(
         "podman keeps no process in this user's namespace: `podman system migrate` starts it again"
     )
-
-
-def _nsenter() -> str:
-    found = shutil.which("nsenter")
-    if found is None:
-        raise RuntimeFault("nsenter is not installed: apt-get install util-linux")
-    return found
-
-
-def _program(argv: Sequence[str]) -> list[str]:
-    return [sys.executable, *argv[1:]]
-
-
-def _exec(nsenter: str, pause: int, program: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    words = ["--user", "--mount", "--target", str(pause), "--setuid", "0", "--setgid", "0", "--wd=."]
-    os.execve(nsenter, [nsenter, *words, "--", *program], dict(environment))

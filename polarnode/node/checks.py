@@ -43,8 +43,12 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: Qwe
 # ── together ──────────────────────────────────────────────────────────────────
 
 
-def refuse_unfit(config: NodeConfig) -> None:
-    """Raise ConfigError with a sentence for each reason why a node cannot start here with these settings."""
+def refuse_unfit(config: NodeConfig, *, tasks: bool = False) -> None:
+    """Raise ConfigError with a sentence for each reason why a node cannot start here with these settings, or
+    cannot run the `tasks` of this command.
+    """
+    if tasks and not config.containers:
+        raise ConfigError("--no-containers takes captures alone: leave it out to run tasks")
     faults = [finding for finding in requirements(config) if not finding.ok]
     if faults:
         raise ConfigError("\n".join(f"{each.name}: {each.what}\n  → {each.remedy}" for each in faults))
@@ -53,9 +57,12 @@ def refuse_unfit(config: NodeConfig) -> None:
 
 def requirements(config: NodeConfig) -> Iterator[Finding]:
     """All of them, quick ones first. A model that can be looked at has no finding of its own here."""
-    state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
-    yield from trio.run(probe, state_dir, config.limits).findings
-    yield recipes(config)
+    if config.containers:
+        state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
+        yield from trio.run(probe, state_dir, config.limits).findings
+        yield recipes(config)
+    else:
+        yield Finding(name="containers", ok=True, what="none: captures alone are taken")
     if has_own_engine(config):
         yield sglang(config)
         yield gpus(config, os.environ)

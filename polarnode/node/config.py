@@ -6,55 +6,23 @@ Keep the reason of each default beside it.
 
 import ipaddress
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from math import inf
 from pathlib import Path
-from typing import Literal, get_origin
+from typing import Literal
 
-from attrs import evolve, field, fields, frozen
+from attrs import field, frozen
 
 from polarnode.containers.egress.rules import CALLBACK_NETWORKS
 from polarnode.containers.user_namespace import Limits
-from polarnode.core import codec
 from polarnode.core.codec.limits import address, is_loopback, label_faults, url_fault
 from polarnode.core.codec.tasks import HOST
 from polarnode.core.conversation import Json
-from polarnode.core.errors import ConfigError, Refused
-from polarnode.core.spelling import nearest
+from polarnode.core.errors import ConfigError
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import LORA_MODULES
 from polarnode.evaluators.judging import JudgeConfig
-from polarnode.fleet.join_token import read_join_token
 
-ENVIRONMENT_PREFIX = "POLARNODE_"
-# of the client, of plug-ins in trainers, and keys of external engines
-OTHER_VARIABLES = frozenset(
-    ENVIRONMENT_PREFIX + name
-    for name in (
-        "URL",
-        "ENGINE_KEY",
-        "TASK",
-        "RUN",
-        "PATIENCE_S",
-        "WEIGHTS",
-        "INSTRUCTION",
-        "NODE_TOKEN",
-        "ARGS",
-    )
-)
-OWN_FLAGS = (  # settings with a flag of the same name
-    *("cpu", "gpus", "engine", "tp", "model", "context_length", "routed_experts", "lora_rank", "run_limit"),
-    *("record_requests", "base_image", "host", "port", "tls_cert", "tls_key", "state_dir", "join"),
-)
-FLAGS = {
-    **{name: f"--{name.replace('_', '-')}" for name in OWN_FLAGS},
-    "import_paths": "--allow-import",
-    "allowed_hosts": "--allowed-host",
-    "adapters": "--adapter",
-    "engine_args": "--engine-arg",
-    "labels": "--label",
-}
 MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a judge and of a teacher
 KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # of a simulated engine
@@ -204,6 +172,8 @@ class NodeConfig:
     # MiB of the containers' disk left free: less, and no session is begun; half of it left, and the largest
     # is ended
     disk_reserve_mb: int = 4096
+    # false: captures alone are taken, as where no container can run
+    containers: bool = True
     # whether a node starts where this machine does not keep some limit of a session, as without root
     limits: Limits = "enforced"
     # prepared workspaces kept as images, the least lately used go first: tasks of a batch are prepared once
@@ -224,128 +194,6 @@ class NodeConfig:
     def engine_urls(self) -> tuple[str, ...]:
         """The servers of an external engine, without a slash at their end; none for the node's own."""
         return engine_urls(self.engine)
-
-
-def read_config(
-    *,
-    toml: str | None = None,
-    environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, Json] | None = None,
-) -> NodeConfig:
-    """One config from its three sources; `flags` that are None were not given."""
-    file, variables = _from_toml(toml), _from_environment(environment or {})
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    written = {
-        **{name: name for name in file},
-        **{name: variable_of(name) for name in variables},
-        **{name: FLAGS[name] for name in given if name in FLAGS},
-    }
-    try:
-        config = codec.structure({**file, **variables, **given}, NodeConfig, forbid_extra=True)
-        config = _with_join(config)
-        _check(config)
-    except Refused as refused:
-        sentence = f"setting {(refused.path or '$').removeprefix('$.')}: {refused}"
-        raise ConfigError(_as_written(sentence, written)) from refused
-    except ConfigError as error:
-        raise ConfigError(_as_written(str(error), written)) from error
-    return config
-
-
-def _as_written(sentence: str, written: Mapping[str, str]) -> str:
-    """The sentence with the setting it begins with by the name that the user wrote: a flag, a variable or a
-    key of the file.
-    """
-    first = re.match(r"(?:setting )?(?:--)?([a-z][a-z0-9_-]*)(?![.\w-])", sentence)
-    name = first[1].replace("-", "_") if first else ""
-    if first is None or name not in written or (written[name] == name and "--" not in first[0]):
-        return sentence
-    return written[name] + sentence[first.end() :]
-
-
-def variable_of(name: str) -> str:
-    """The environment's variable of a setting."""
-    return f"{ENVIRONMENT_PREFIX}{name.upper()}"
-
-
-def unknown_variables(environment: Mapping[str, str], config: NodeConfig) -> list[str]:
-    """A sentence for each POLARNODE_ variable that nobody reads: most often a misspelled one."""
-    settings = [each.name for each in fields(NodeConfig)]
-    keys = [each.key_env for each in config.judges.values()]
-    known = {
-        *map(variable_of, settings),
-        *OTHER_VARIABLES,
-        *keys,
-        *(each.key_env for each in config.teachers.values()),
-    }
-    found = []
-    for name in sorted(environment):
-        # Kubernetes adds the addresses of its services: POLARNODE_SERVICE_HOST for one called polarnode
-        if not name.startswith(ENVIRONMENT_PREFIX) or name in known or re.search(r"_(SERVICE|PORT)_", name):
-            continue
-        near = nearest(name.removeprefix(ENVIRONMENT_PREFIX).lower(), settings)
-        remedy = "docs/api.md lists the settings" if near is None else f"did you mean {variable_of(near)}?"
-        found.append(f"{name} is no setting and has no effect: {remedy}")
-    return found
-
-
-def _with_join(config: NodeConfig) -> NodeConfig:
-    """The settings with the fleet's token, where they have a join token."""
-    if config.join is None:
-        return config
-    token = read_join_token(config.join).token
-    if config.token not in (None, token):
-        raise ConfigError(
-            "token is another than the join token's: unset POLARNODE_TOKEN, the join token brings the fleet's"
-        )
-    return evolve(config, token=token)
-
-
-def parse_gpus(text: str) -> list[Json]:
-    """`0-7`, `0`, `0,2,4-5` as a list of GPU numbers."""
-    found: list[Json] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ConfigError(f"--gpus {text}: give numbers and ranges, such as 0-7 or 0,2")
-        if dash and int(last) < int(first):
-            raise ConfigError(f"--gpus {text}: {part.strip()} counts down; write {last}-{first}")
-        found.extend(range(int(first), int(last or first) + 1))
-    if not found or len(set(map(str, found))) != len(found):
-        raise ConfigError(f"--gpus {text}: name each GPU once")
-    return found
-
-
-def _from_toml(toml: str | None) -> dict[str, Json]:
-    if toml is None:
-        return {}
-    try:
-        return tomllib.loads(toml)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the config file is not TOML: {error}") from error
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Json]:
-    """POLARNODE_PORT=9000 and the like; values that are not text in the config are read as TOML values."""
-    by_variable = {variable_of(each.name): each for each in fields(NodeConfig)}
-    settings: dict[str, Json] = {}
-    for variable, text in environment.items():
-        if variable in by_variable:
-            each = by_variable[variable]
-            settings[each.name] = (
-                text
-                if each.type in (str, str | None) or get_origin(each.type) is Literal
-                else _toml_value(variable, text)
-            )
-    return settings
-
-
-def _toml_value(variable: str, text: str) -> Json:
-    try:
-        value: Json = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{variable}={text}: write it as in TOML, such as 8, true or [0, 1]") from error
-    return value
 
 
 def check_hosts(names: Iterable[str]) -> None:
@@ -375,7 +223,8 @@ def _check_access(config: NodeConfig) -> None:
         )
 
 
-def _check(config: NodeConfig) -> None:
+def check_config(config: NodeConfig) -> None:
+    """Raise ConfigError for settings that no node takes, or that contradict each other."""
     if config.cpu and config.gpus:
         raise ConfigError("choose --cpu or --gpus, not both")
     if config.tp < 1 or (config.gpus and len(config.gpus) % config.tp):

@@ -17,10 +17,10 @@ from polarnode.api.callbacks import Callbacks
 from polarnode.api.metrics import Figures
 from polarnode.api.service import Submitted
 from polarnode.containers.images import Images
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.runtimes import NO_CONTAINERS, AbsentRuntimes, Runtimes
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Busy, ConfigError, Conflict, PolarnodeError
+from polarnode.core.errors import Busy, ConfigError, Conflict, PolarnodeError, Refused
 from polarnode.core.fleet import CopyOrder, NodeLoad, NodeReport, TaskCopy
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import TaskSpec
@@ -71,7 +71,7 @@ class Node:
     config: NodeConfig
     journal: Journal
     engines: Engines
-    runtimes: Runtimes
+    runtimes: Runtimes | AbsentRuntimes
     images: Images
     model: LoadedModel
     scheduler: Scheduler
@@ -94,7 +94,7 @@ class Node:
         """Accept a task, or repeat the answer to an identical earlier one. Raises Refused, Conflict, Busy or
         DiskFull.
         """
-        self.callbacks.check(spec)
+        self._check(spec)
         async with self._submitting:
             existing = await self._existing(spec, idempotency_key)
             return existing if existing is not None else await self._taken(spec, idempotency_key)
@@ -102,7 +102,7 @@ class Node:
     async def submit_copy(self, order: CopyOrder) -> Submitted:
         """Accept a fleet's task as its home; its second home has the copy already."""
         copy, spec = order.copy, evolve(order.copy.spec, task_id=order.copy.task_id)
-        self.callbacks.check(spec)
+        self._check(spec)
         async with self._submitting:
             existing = await self._existing(spec, copy.idempotency_key)
             if existing is not None:
@@ -113,6 +113,11 @@ class Node:
             except PolarnodeError:
                 self.homes.begin_failed(copy.task_id)
                 raise
+
+    def _check(self, spec: TaskSpec) -> None:
+        if not self.config.containers:
+            raise Refused(NO_CONTAINERS)
+        self.callbacks.check(spec)
 
     async def _taken(
         self, spec: TaskSpec, idempotency_key: str | None, copy: TaskCopy | None = None
@@ -170,6 +175,7 @@ class Node:
         limit = self.config.pending_limit
         busy = journal.warning if journal.refuses_tasks else None
         busy = busy or backpressure(journal, pending=scheduler.live, more=1, limit=limit)
+        busy = busy if self.config.containers else NO_CONTAINERS  # its front sends it no task
         return NodeReport(
             node=self.config.node_id,
             journal=self.journal.id,

@@ -22,7 +22,7 @@ from attrs import evolve
 from polarnode.api.callbacks import CallbackFormat, Receivers, callback_networks, open_callbacks
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import AbsentRuntimes, Runtimes, open_runtimes
 from polarnode.core.errors import ConfigError, EngineError, ModelError, boundary
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
@@ -184,7 +184,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
             _open_engines(engine_settings(config, state, model), loaded, report) as engines,
             _open_scoring(config, state, model, engines, callbacks.own_ports, report) as scoring,
             open_weights(engines, journal, model=weights_model(config), warning=warning) as weights,
-            open_runtimes(runtimes_settings(config)) as runtimes,
+            _open_runtimes(config) as runtimes,
         ):
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
             adapters = await _restored(config, weights, report)
@@ -309,11 +309,21 @@ def rare_collections() -> Iterator[None]:
 
 
 @asynccontextmanager
+async def _open_runtimes(config: NodeConfig) -> AsyncIterator[Runtimes | AbsentRuntimes]:
+    settings = runtimes_settings(config)
+    if config.containers:
+        async with open_runtimes(settings) as runtimes:
+            yield runtimes
+    else:
+        yield AbsentRuntimes(settings=settings)
+
+
+@asynccontextmanager
 async def _open_sessions(
     config: NodeConfig,
     journal: Journal,
     engines: Engines,
-    runtimes: Runtimes,
+    runtimes: Runtimes | AbsentRuntimes,
     images: Images,
     judges: Judges,
     model: LoadedModel,

@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen
 
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.recipes import on_top
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.runtimes import AbsentRuntimes, Runtimes
 from polarnode.core.codec.json import child
 from polarnode.core.errors import Refused
 from polarnode.core.fleet import every_label, label_texts, unmet
@@ -157,7 +157,7 @@ class NodeServices:
 
     identity: NodeIdentity
     journal: SessionJournal
-    runtimes: Runtimes
+    runtimes: Runtimes | AbsentRuntimes
     stages: Stages
     # serves the model endpoint of a session on its socket
     serve_endpoint: Callable[[str, socket], AbstractAsyncContextManager[object]]

@@ -28,7 +28,7 @@ from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
-from polarnode.node.config import read_config
+from polarnode.node.config_sources import read_config
 from polarnode.node.node import Node as WholeNode
 from polarnode.trainers.polar import Origin, with_origin
 

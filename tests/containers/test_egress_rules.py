@@ -17,7 +17,7 @@ from polarnode.containers.egress.rules import (
     spelled,
 )
 from polarnode.core.errors import ConfigError, Refused
-from polarnode.node.config import read_config
+from polarnode.node.config_sources import read_config
 
 RULES = egress_rules(["pypi.example", "*.python.example"], ["10.1.0.0/16", "fd12::/16"])
 LABELS = st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=8).map(lambda text: f"a{text}")

@@ -14,7 +14,8 @@ from polarnode.core.errors import ConfigError
 from polarnode.engine.embedded.arguments import fault_of
 from polarnode.engine.settings import RESERVED, engine_arguments
 from polarnode.node import checks
-from polarnode.node.config import NodeConfig, read_config
+from polarnode.node.config import NodeConfig
+from polarnode.node.config_sources import read_config
 from polarnode.node.settings import engine_settings
 
 CPU = NodeConfig(cpu=True)

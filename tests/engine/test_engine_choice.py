@@ -14,7 +14,8 @@ from polarnode.cli.options import serving_config
 from polarnode.containers.probe import Finding
 from polarnode.core.errors import ConfigError
 from polarnode.engine.protocol import Simulation
-from polarnode.node.config import TINY_MODEL, NodeConfig, read_config
+from polarnode.node.config import TINY_MODEL, NodeConfig
+from polarnode.node.config_sources import read_config
 from polarnode.node.opening import load_node_model, rare_collections
 from polarnode.node.settings import engine_settings
 

@@ -23,7 +23,8 @@ from polarnode.engine.external import Serving, Unfit, Wanted, connect
 from polarnode.engine.protocol import Experts, Failed, Forget, Generate, ToNode
 from polarnode.engine.routing import DEATHS, Deaths, followed
 from polarnode.engine.settings import EngineSettings, External
-from polarnode.node.config import NodeConfig, read_config
+from polarnode.node.config import NodeConfig
+from polarnode.node.config_sources import read_config
 from polarnode.node.opening import load_node_model, with_served_model
 from polarnode.node.settings import engine_settings
 from polarnode.tokens.tokenizer import vocabulary_sample

@@ -19,7 +19,8 @@ from sampling_node import StandIn
 from polarnode.core.arrays import floats
 from polarnode.core.codec import read_task
 from polarnode.groups import Group
-from polarnode.node.config import TINY_MODEL, TeacherConfig, read_config
+from polarnode.node.config import TINY_MODEL, TeacherConfig
+from polarnode.node.config_sources import read_config
 
 ROOT = Path(__file__).parents[2]
 with warnings.catch_warnings():

@@ -27,7 +27,8 @@ from polarnode.fleet.joining import JOINED, joinable, read_announced
 from polarnode.fleet.serving import serve_front
 from polarnode.http.self_signed import self_signed
 from polarnode.http.server import Address, Certificate
-from polarnode.node.config import NodeConfig, read_config
+from polarnode.node.config import NodeConfig
+from polarnode.node.config_sources import read_config
 from polarnode.node.joining import FleetEntry, joining_config
 
 PIN = "0f" * 32

@@ -18,7 +18,8 @@ from polarnode.journal import journal, retention, writer
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import Filters, Retention, json_encoder
-from polarnode.node.config import NodeConfig, read_config
+from polarnode.node.config import NodeConfig
+from polarnode.node.config_sources import read_config
 from polarnode.node.settings import retention_of
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]

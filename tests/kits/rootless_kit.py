@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from signal import SIGKILL
@@ -51,10 +51,33 @@ class User:
 
     home: Path
 
-    def run(
-        self, *argv: str, subordinate: bool = True, environment: Mapping[str, str] | None = None
-    ) -> "subprocess.CompletedProcess[str]":
-        """Run a program as them, with nothing of our environment but where certificates are."""
+    def run(self, *argv: str, subordinate: bool = True) -> "subprocess.CompletedProcess[str]":
+        """Run a program as them to its end."""
+        command, environment = self._command(argv, subordinate)
+        return subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    @contextmanager
+    def running(self, *argv: str, subordinate: bool = True) -> "Iterator[subprocess.Popen[bytes]]":
+        """Run a program as them while the block does; it is killed if it is not over by then."""
+        command, environment = self._command(argv, subordinate)
+        with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def _command(self, argv: Sequence[str], subordinate: bool) -> tuple[list[str], dict[str, str]]:
+        """With nothing of our environment but where certificates are. Each part replaces the one before it,
+        so that the process is the program.
+        """
         passed = {name: os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}
         own = {
             "HOME": str(self.home / ("home" if subordinate else "other")),
@@ -62,27 +85,19 @@ class User:
             "XDG_RUNTIME_DIR": str(self.home / ("run" if subordinate else "other")),
             "LANG": "C.UTF-8",
         }
-        given = {**passed, **own, **(environment or {})}
         closed, opened = _closed()
-        return subprocess.run(
-            [
-                *("unshare", "--mount", "--propagation", "private", "sh", "-c", ENTER, "sh", str(self.home)),
-                *(f"{name}={value}" for name, value in given.items()),
-                *argv,
-            ],
-            env={
-                "PATH": os.environ["PATH"],
-                "UID_": str(UID),
-                "SUBIDS": f"polarnode-test:{FIRST}:{IDS}\n" if subordinate else "",
-                "CLOSED": closed,
-                "OPENED": " ".join(opened),
-            },
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        command = [
+            *("unshare", "--mount", "--propagation", "private", "sh", "-c", ENTER, "sh", str(self.home)),
+            *(f"{name}={value}" for name, value in {**passed, **own}.items()),
+            *argv,
+        ]
+        return command, {
+            "PATH": os.environ["PATH"],
+            "UID_": str(UID),
+            "SUBIDS": f"polarnode-test:{FIRST}:{IDS}\n" if subordinate else "",
+            "CLOSED": closed,
+            "OPENED": " ".join(opened),
+        }
 
     def polarnode(self, *words: str, subordinate: bool = True) -> "subprocess.CompletedProcess[str]":
         return self.run(sys.executable, "-B", "-m", "polarnode.cli", *words, subordinate=subordinate)

@@ -7,12 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from live_kit import free_port, until
 from rootless_kit import User, open_user
 
+from polarnode.client import ClientError, PolarnodeClient, Unreachable
 from polarnode.containers.probe import default_state_dir, store_at
 
 pytestmark = pytest.mark.podman
@@ -71,6 +75,7 @@ def test_without_subordinate_ids_the_administrator_s_step_is_named(user: User) -
     assert ran.returncode == 1
     assert "this user is not root and has 1 ids of its own, where containers need 65536" in ran.stderr
     assert "usermod --add-subuids 100000-165535 --add-subgids 100000-165535 YOUR_NAME" in ran.stderr
+    assert "without it, --no-containers takes captures" in ran.stderr
 
 
 def test_what_this_machine_does_not_keep_is_told_before_anything_starts(user: User) -> None:
@@ -87,6 +92,16 @@ def test_what_this_machine_does_not_keep_is_told_before_anything_starts(user: Us
 def test_sessions_run_are_ended_and_leave_nothing(user: User, base_image: Path) -> None:
     loaded = user.run(sys.executable, "-B", "-c", LOAD, str(base_image))
     assert loaded.returncode == 0, loaded.stderr
+    (user.home / "image").mkdir()
+    (user.home / "image" / "Containerfile").write_text(
+        "FROM localhost/polarnode/base\nRUN touch /work/given\n"
+    )
+    build = ("-m", "polarnode.cli", "image", "build", str(user.home / "image"), "--tag", "mine/agent")
+    refused = user.run(sys.executable, "-B", *build)
+    assert ".polarnode cannot be written: set POLARNODE_STATE_DIR to another folder" in refused.stderr
+    state = f"POLARNODE_STATE_DIR={user.home / 'home' / 'state'}"
+    built = user.run("env", state, sys.executable, "-B", *build)
+    assert built.returncode == 0, built.stdout + built.stderr
     tasks = []
     for stays in ("", "1"):
         harness = {"name": "shell", "command": ["python3", "-c", HARNESS], "env": {"STAYS": stays}}
@@ -94,8 +109,8 @@ def test_sessions_run_are_ended_and_leave_nothing(user: User, base_image: Path) 
             {
                 "instruction": "Look around.",
                 "harness": harness,
-                "runtime": {"artifacts": ["seen.json"]},
-                "evaluator": {"name": "command", "config": {"script": "test -e seen.json"}},
+                "runtime": {"image": "mine/agent", "artifacts": ["seen.json"]},
+                "evaluator": {"name": "command", "config": {"script": "test -e seen.json && test -e given"}},
                 "budgets": {"run_s": 20.0},
             }
         )
@@ -113,6 +128,37 @@ def test_sessions_run_are_ended_and_leave_nothing(user: User, base_image: Path) 
         assert each["metrics"]["sampled_tokens"] == each["metrics"]["trainable_tokens"] > 0
         assert each["metrics"]["artifacts"]["files"] == 1
     assert not [each for each in user.processes().values() if "565656" in each]
+
+
+def test_without_containers_captures_are_taken_and_tasks_refused(user: User) -> None:
+    port = free_port()
+    words = ("--no-containers", "--engine", "simulated", "--gpus", "0", "--port", str(port))
+    state = ("--state-dir", str(user.home / "other" / "state"))
+    client = PolarnodeClient(f"http://127.0.0.1:{port}", patience_s=60)
+    program = (sys.executable, "-B", "-m", "polarnode.cli", *words, *state)
+    with user.running(*program, subordinate=False) as process:
+        until(lambda: _serves(client), "it serves")
+        with client.capture() as session:
+            body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "hello"}]}).encode()
+            key = session.env["OPENAI_API_KEY"]
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            url = session.env["OPENAI_BASE_URL"] + "/chat/completions"
+            urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+            session.reward = 1.0
+        found = client.trajectory(session.session_id, turns="full")
+        assert (found.outcome.status, found.reward, len(found.turns)) == ("completed", 1.0, 1)
+        with pytest.raises(
+            ClientError, match=r"this node runs no containers .--no-containers. and takes captures"
+        ):
+            client.submit({"instruction": "Do it.", "harness": "pi"})
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def _serves(client: PolarnodeClient) -> bool:
+    with suppress(Unreachable):
+        return bool(client.status()["engine"]["hosts"][0]["state"] == "ready")
+    return False
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,8 @@ from attrs import fields
 from polarnode.cli.main import main as command
 from polarnode.core.errors import ConfigError
 from polarnode.evaluators.judging import JudgeConfig
-from polarnode.node.config import (
-    FLAGS,
-    TINY_MODEL,
-    NodeConfig,
-    parse_gpus,
-    read_config,
-    unknown_variables,
-)
+from polarnode.node.config import TINY_MODEL, NodeConfig
+from polarnode.node.config_sources import FLAGS, parse_gpus, read_config, unknown_variables
 
 
 def test_a_setting_is_named_as_it_was_written() -> None:

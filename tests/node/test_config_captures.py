@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from polarnode.core.errors import ConfigError
-from polarnode.node.config import read_config
+from polarnode.node.config_sources import read_config
 
 TLS: "dict[str, Any]" = {"capture_tls_cert": "a.crt", "capture_tls_key": "a.key"}
 URL = {"capture_url": "https://node.example:8443/captures"}

@@ -9,7 +9,8 @@ from attrs import evolve
 
 from polarnode.cli.doctor import teachers
 from polarnode.core.errors import ConfigError
-from polarnode.node.config import TINY_MODEL, read_config
+from polarnode.node.config import TINY_MODEL
+from polarnode.node.config_sources import read_config
 from polarnode.node.opening import load_node_model
 from polarnode.node.settings import teacher_settings
 from polarnode.tokens.tokenizer import load_tokenizer, vocabulary_difference

@@ -10,7 +10,8 @@ from tls_kit import Authority
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.core.errors import ConfigError
-from polarnode.node.config import NodeConfig, read_config
+from polarnode.node.config import NodeConfig
+from polarnode.node.config_sources import read_config
 from polarnode.node.node import control_certificate
 
 

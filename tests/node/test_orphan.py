@@ -10,7 +10,7 @@ import trio.testing
 from polarnode.cli.serve import _stop_as_orphan
 from polarnode.cli.stopping import StopRequest
 from polarnode.core.errors import ConfigError
-from polarnode.node.config import read_config
+from polarnode.node.config_sources import read_config
 from polarnode.node.orphan import orphaned
 from polarnode.support.locks import take_lock
 

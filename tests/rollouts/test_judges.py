@@ -39,7 +39,8 @@ from polarnode.core.errors import ConfigError, EvaluatorError
 from polarnode.core.ports import Judge
 from polarnode.evaluators import judging
 from polarnode.evaluators.judging import JudgeConfig, rubric_of
-from polarnode.node.config import NodeConfig, read_config
+from polarnode.node.config import NodeConfig
+from polarnode.node.config_sources import read_config
 from polarnode.node.opening import open_node
 from polarnode.rollouts.judges import (
     ANSWER_BYTES,
