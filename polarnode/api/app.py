@@ -107,6 +107,7 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
     "until": _one(
         "Only groups that ended at this time or before, in seconds since the epoch.", {"type": "number"}
     ),
+    "since": _one("Only samples taken after this time, in seconds since the epoch.", {"type": "number"}),
     "state": _one("Only groups in this state.", _enum(get_args(GroupState))),
     "model": _one("Of a fleet that serves several models: which one is meant.", {"type": "string"}),
 }

@@ -24,6 +24,7 @@ from polarnode.core.status import (
     SessionStatus,
     Submitted,
     TaskStatus,
+    TimeSeries,
 )
 from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -318,6 +319,9 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         summary="Finished groups, newest first.",
         query=("limit", "until", "state", "task_id"),
         answer=GroupsAnswer,
+    ),
+    ("GET", "/v1/timeseries"): Operation(
+        summary="What the node did in the last six hours.", tag="node", query=("since",), answer=TimeSeries
     ),
     ("GET", "/ui/"): Operation(summary="The page of this node.", tag="page", content="text/html", open=True),
     ("GET", "/ui/<path:name>"): Operation(

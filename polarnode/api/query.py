@@ -43,6 +43,7 @@ class Query:
     kinds: tuple[EventKind, ...] = USUAL_KINDS
     pieces: bool = False
     until: float | None = None
+    since: float | None = None
     state: GroupState | None = None
     model: str | None = None  # of a fleet's front: which nodes are meant
     offset: int | None = None  # of a log, in bytes
@@ -186,6 +187,7 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "kinds": _kinds,
     "pieces": _flag,
     "until": _number,
+    "since": _number,
     "state": _one_of,
     "model": _text,
     "offset": _count,

@@ -220,6 +220,17 @@ class ScoreAnswer:
 
 
 @frozen(kw_only=True)
+class TimeSeries:
+    """What a node did in the last hours: a sample every `every_s` seconds, taken at `at`, and of each the
+    value of every name; None where there is none.
+    """
+
+    every_s: float
+    at: tuple[float, ...]
+    values: Mapping[str, tuple[float | None, ...]]
+
+
+@frozen(kw_only=True)
 class LogPiece:
     """A piece of a log: `text`, which begins at byte `offset` of its file. The next piece begins at
     `next_offset`; there is none yet where that is `size`.

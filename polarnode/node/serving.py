@@ -1,5 +1,6 @@
 """The control plane of an open node: its routes and its socket."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from polarnode.api.routes import (
     ScoreRoutes,
     WeightsRoutes,
 )
+from polarnode.api.timeseries import History
 from polarnode.fleet.weight_files import WeightFiles
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
@@ -23,12 +25,13 @@ from polarnode.integrations.sglang import sglang_extension
 from polarnode.node.node import Node, control_certificate
 from polarnode.node.opening import sessions_dir
 from polarnode.rollouts.session import LOG_LIMIT
+from polarnode.support.concurrency import open_background
 
 
 @asynccontextmanager
 async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
     """The trainer's socket of a node, for as long as the block; gives its address."""
-    config = node.config
+    config, history = node.config, History(figures=node.figures, now=time.time)
     rows = (
         *Routes(service=node, sessions_dir=sessions_dir(config)).rows(),
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
@@ -41,6 +44,7 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
             service=node, state=Path(config.state_dir), sessions_dir=sessions_dir(config), ring=LOG_LIMIT
         ).rows(),
         *WeightFiles(node.weights, Path(config.state_dir), config.token).rows(),
+        *history.rows(),
     )
     by_token = config.token is not None
     guard = BrowserGuard(bound=config.host.lower(), allowed=config.allowed_hosts, any_host=by_token)
@@ -54,6 +58,6 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
     app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
     listener, certificate = Address(host=config.host, port=config.port), control_certificate(config)
     served = open_server(app, listener, connections=CONTROL_CONNECTIONS, certificate=certificate)
-    async with served as address:
+    async with open_background(history.run), served as address:
         node.callbacks.own_ports.append({address.port, node.captures.port})
         yield address

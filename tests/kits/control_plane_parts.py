@@ -25,6 +25,7 @@ from polarnode.api.routes import (
     WeightsRoutes,
 )
 from polarnode.api.service import Submitted
+from polarnode.api.timeseries import History
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, DiskFull, PolarnodeError
 from polarnode.core.status import LiveSessionStatus
@@ -145,6 +146,7 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
             *EvaluationRoutes(evaluations=NoWeights()).rows(),  # type: ignore[arg-type]
             *ScoreRoutes(scoring=Scoring()).rows(),
             *log_routes(TaskTaker(journal=journal), Path()),
+            *History(figures=TaskTaker(journal=journal).figures, now=lambda: 1.0).rows(),
         )
     )
     yield polar_extension(TaskTaker(journal=journal))

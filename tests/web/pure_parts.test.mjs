@@ -3,8 +3,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const ui = new URL("../../polarnode/web/ui/", import.meta.url);
-const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }, { curve }] = await Promise.all(
-  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle", "curve"].map((name) => import(new URL(`${name}.js`, ui).href)),
+const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }, { curve }, { series }] = await Promise.all(
+  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle", "curve", "series"].map((name) => import(new URL(`${name}.js`, ui).href)),
 );
 
 const base64 = (array) => Buffer.from(array.buffer).toString("base64");
@@ -201,4 +201,13 @@ test("rewards and weight updates stand on one axis of time", () => {
   assert.deepEqual(found.updates, [{ version: "v1", x: 0.5 }]);
   assert.equal(curve(groups.slice(0, 1), [], { low: 0, high: 1 }), null);
   assert.equal(curve([{ ended: null, rewards: [1] }], [], { low: 0, high: 1 }), null);
+});
+
+test("a series breaks where there is no value and where nothing was sampled", () => {
+  const found = series([0, 10, 20, 30, 100], [1, null, 2, 4, 0], 10);
+  assert.deepEqual(found.lines, [[{ x: 0, y: 0.75 }], [{ x: 0.2, y: 0.5 }, { x: 0.3, y: 0 }], [{ x: 1, y: 1 }]]);
+  assert.deepEqual([found.most, found.last], [4, 0]);
+  assert.deepEqual(series([5], [1], 10), { lines: [], most: 1, last: 1 });
+  assert.deepEqual(series([], [], 10), { lines: [], most: 0, last: null });
+  assert.deepEqual(series([0, 10], [0, 0], 10).lines, [[{ x: 0, y: 1 }, { x: 1, y: 1 }]]);
 });

@@ -177,6 +177,23 @@ def test_every_view_loads_without_an_error_and_asks_nobody_else(
     watched.is_clean(node)
 
 
+def test_what_the_node_did_is_drawn_as_it_was_sampled(node: str, watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{node}/ui/#/now")
+    curve = page.locator(".history figure").filter(has_text="sessions in run")
+    expect(curve.locator("polyline")).to_have_count(1, timeout=40_000)  # two samples, ten seconds apart
+    found = answer(node, "/v1/timeseries")
+    assert len(found["at"]) >= 2
+    drawn = (curve.locator("polyline").get_attribute("points") or "").split()
+    assert 2 <= len(drawn) <= len(found["at"])
+    running = found["values"]["running"]
+    expect(curve.locator("svg")).to_have_attribute(
+        "aria-label", f"sessions in run: {running[-1]} now, at most {max(running)}"
+    )
+    page.screenshot(path=SHOTS / "history-light.png")
+    watched.is_clean(node)
+
+
 def test_an_unknown_session_is_answered_in_words(node: str, watched: Watched) -> None:
     watched.page.goto(f"{node}/ui/#/s/nothing")
     expect(watched.page.get_by_role("alert")).to_contain_text(

@@ -54,9 +54,9 @@ export async function get(path, abort) {
  * Call `take` with the answer now and every two seconds, while the tab is seen. Gives the function that ends it.
  * @param {string} path @param {(value: any) => void} take @param {(error: unknown) => void} [failed]
  */
-export function poll(path, take, failed = () => {}) {
+export function poll(path, take, failed = () => {}, seconds = AGAIN_MS / 1000) {
   const abort = new AbortController();
-  const pause = () => new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  const pause = () => new Promise((resolve) => setTimeout(resolve, seconds * 1000));
   (async () => {
     while (!abort.signal.aborted) {
       if (!document.hidden && !locked.value) {

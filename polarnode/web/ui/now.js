@@ -1,6 +1,7 @@
 /** The view of what a node, or a fleet, does now. */
 import { html } from "./vendor/htm-preact.js";
 import { bytes, count, duration, trimmed } from "./format.js";
+import { History } from "./history.js";
 import { Facts, Panel, State, Table, Waiting } from "./parts.js";
 import { usePolled } from "./use.js";
 
@@ -33,6 +34,7 @@ export function Now() {
       <//>
     </div>
     <${Panel} title="Engine hosts"><${Hosts} hosts=${status.engine.hosts} /><//>
+    <${History} />
     <div class="columns">
       <${Panel} title="Journal" note=${status.journal.warning}>
         <${Facts} facts=${[

@@ -35,8 +35,8 @@ export function useAnswer(path) {
   return found.path === path ? found : { value: null, error: "" };
 }
 
-/** The answer at a path, asked again every two seconds. @param {string} path @returns {Answer} */
-export function usePolled(path) {
+/** The answer at a path, asked again every `seconds`. @param {string} path @param {number} [seconds] @returns {Answer} */
+export function usePolled(path, seconds = 2) {
   const [found, set] = useState({ path: "", value: null, error: "" });
   const key = useSignal(token);
   useEffect(
@@ -45,8 +45,9 @@ export function usePolled(path) {
         path,
         (value) => set({ path, value, error: "" }),
         (error) => set((before) => ({ ...before, error: error.message })),
+        seconds,
       ),
-    [path, key],
+    [path, key, seconds],
   );
   return found.path === path || found.error ? found : { value: null, error: "" };
 }
