@@ -21,6 +21,7 @@ from polarnode.node.config import NodeConfig
 
 VERBS = (
     "check",
+    "view",
     "run",
     "fleet",
     "generate",

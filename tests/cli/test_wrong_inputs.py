@@ -104,7 +104,7 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("inspect --from task.toml", "line 1 of task.toml: it is not JSON"),
     ("inspect --from trajectories.jsonl 5", "0 sessions in trajectories.jsonl begin with 5"),
     ("inspect", "name a SESSION of the node, or give --from FILE"),
-    ("replay folder", "no recorded requests in folder"),
+    ("replay folder", "folder has no recorded requests"),
     ("merge nosuch.jsonl", "File 'nosuch.jsonl' does not exist"),
     (
         "generate --cpu --out out --accept rewrd>=1 task.toml",
