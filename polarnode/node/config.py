@@ -172,6 +172,8 @@ class NodeConfig:
     # MiB of the containers' disk left free: less, and no session is begun; half of it left, and the largest
     # is ended
     disk_reserve_mb: int = 4096
+    # whether the page at /ui/ offers to cancel tasks, and to pause and resume
+    ui_actions: bool = False
     # false: captures alone are taken, as where no container can run
     containers: bool = True
     # whether a node starts where this machine does not keep some limit of a session, as without root

@@ -264,6 +264,7 @@ class Node:
             "adapters": plain(self.adapters.status()),
             "callbacks": plain(self.callbacks.statistics()),
             "runtimes": plain(self.runtimes.statistics()),
+            "ui_actions": self.config.ui_actions,
             "evaluations": {**self.evaluations.statistics()},
             "judges": plain(self.judges.statistics()),
             "loop": plain(self.lag.statistics()),

@@ -21,12 +21,14 @@ from typing import Any
 import fakes_runtime
 import merge_toys as toys
 import trio
-from attrs import define, field
+from attrs import define, evolve, field
 from fakes_engine import ScriptedEngine
 
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.core.conversation import Message
+from polarnode.core.weights import PauseMode
 from polarnode.engine.adapters import Adapters
+from polarnode.engine.routing import EngineStatistics
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.node import opening
 from polarnode.node.config import NodeConfig
@@ -46,6 +48,18 @@ class HollowEngine(ScriptedEngine, UnboundedPlaces):
     restarts: tuple[int, ...] = (0,)
     ranks: int = 1
     adapters: Adapters = field(factory=Adapters)
+    paused: PauseMode | None = field(default=None, init=False)
+
+    def statistics(self) -> EngineStatistics:
+        return evolve(super().statistics(), paused=self.paused)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await trio.lowlevel.checkpoint()
+        self.paused = mode
+
+    async def resume(self) -> None:
+        await trio.lowlevel.checkpoint()
+        self.paused = None
 
     @property
     def versions(self) -> tuple[str, ...]:

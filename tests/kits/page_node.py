@@ -1,7 +1,7 @@
 """A node for the page: the real control plane, journal, scheduler and tokenizer on containers and engines in memory,
 with the sessions of `page_samples`, and two that run until it ends.
 
-    python tests/kits/page_node.py --folder FOLDER [--port 0] [--token TOKEN] [--long 100000]
+    python tests/kits/page_node.py --folder FOLDER [--port 0] [--token TOKEN] [--long 100000] [--actions]
 
 Prints a line of JSON, {"url"}, when it serves, and ends with its standard input.
 """
@@ -21,7 +21,7 @@ from polarnode.core.task import BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.node.config import NodeConfig
 
 
-async def main(folder: Path, port: int, token: str | None, long: int) -> None:
+async def main(folder: Path, port: int, token: str | None, long: int, actions: bool) -> None:
     config = NodeConfig(
         engine="simulated",
         port=port,
@@ -31,6 +31,7 @@ async def main(folder: Path, port: int, token: str | None, long: int) -> None:
         podman_dir=str(folder / "podman"),
         memory_reserve_mb=1,
         disk_reserve_mb=1,
+        ui_actions=actions,
     )
     async with open_hollow(config) as (node, address):
         journal, tokenizer = node.journal, node.model.tokenizer
@@ -68,7 +69,8 @@ if __name__ == "__main__":
     options.add_argument("--port", type=int, default=0)
     options.add_argument("--token")
     options.add_argument("--long", type=int, default=0)
+    options.add_argument("--actions", action="store_true")
     given = options.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.WARNING, filename=given.folder / "node.log")
-    trio.run(main, given.folder, given.port, given.token, given.long)
+    trio.run(main, given.folder, given.port, given.token, given.long, given.actions)

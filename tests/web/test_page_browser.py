@@ -88,7 +88,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def locked_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with open_node(tmp_path_factory.mktemp("page") / "locked", "--token", TOKEN) as url:
+    with open_node(tmp_path_factory.mktemp("page") / "locked", "--token", TOKEN, "--actions") as url:
         yield url
 
 
@@ -405,6 +405,39 @@ def test_the_token_is_asked_for_once_and_kept_in_the_tab(
     other.goto(f"{locked_node}/ui/")
     expect(other.get_by_label("token")).to_be_visible()
     assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+
+
+# ── what it does ──────────────────────────────────────────────────────────────
+
+
+def test_a_page_that_may_act_asks_first_and_acts_with_its_token(locked_node: str, watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{locked_node}/ui/#/now")
+    page.get_by_label("token").fill(TOKEN)
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="pause").click()
+    expect(page.locator(".action")).to_contain_text("Hold every call of every session?")
+    page.get_by_role("button", name="no").click()
+    page.get_by_role("button", name="pause").click()
+    page.get_by_role("button", name="pause").click()
+    expect(page.locator("main")).to_contain_text("paused: in_place")
+    page.get_by_role("button", name="resume").click()
+    page.get_by_role("button", name="resume").click()
+    expect(page.locator("main")).not_to_contain_text("paused: in_place")
+    page.goto(f"{locked_node}/ui/#/sessions")
+    page.locator("tbody a").first.click()
+    page.get_by_role("button", name="cancel the task").click()
+    page.get_by_role("button", name="cancel the task").click()
+    expect(page.locator(".title")).to_contain_text("cancelled")
+    expect(page.get_by_role("button")).to_have_count(0)
+    assert [each for each in watched.problems if "401" not in each] == []
+
+
+def test_a_page_that_may_not_act_offers_nothing(node: str, watched: Watched) -> None:
+    watched.page.goto(f"{node}/ui/#/now")
+    expect(watched.page.locator("main")).to_contain_text("Weights")
+    expect(watched.page.get_by_role("button")).to_have_count(0)
+    watched.is_clean(node)
 
 
 # ── a file in place of a node ─────────────────────────────────────────────────

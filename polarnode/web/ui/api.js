@@ -27,12 +27,15 @@ export class Refusal extends Error {
   }
 }
 
-/** @param {string} path @param {AbortSignal} [abort] */
-async function ask(path, abort) {
+/** @param {string} path @param {AbortSignal} [abort] @param {{method?: string, body?: object}} [order] */
+async function ask(path, abort, { method = "GET", body } = {}) {
+  /** @type {Record<string, string>} */
   const headers = token.value ? { Authorization: `Bearer ${token.value}` } : {};
+  if (body) headers["Content-Type"] = "application/json";
+  const content = body && JSON.stringify(body);
   let answer;
   try {
-    answer = await fetch(path, { headers, signal: abort, cache: "no-store", credentials: "omit", redirect: "error" });
+    answer = await fetch(path, { method, body: content, headers, signal: abort, cache: "no-store", credentials: "omit", redirect: "error" });
   } catch (error) {
     if (!abort?.aborted) trouble.value = "Nothing answers here. Does it still run, and is the tunnel open?";
     throw error;
@@ -40,14 +43,19 @@ async function ask(path, abort) {
   trouble.value = "";
   if (answer.ok) return answer;
   if (answer.status === 401) locked.value = true;
-  const body = await answer.json().catch(() => ({}));
-  throw new Refusal(answer.status, body.error?.message ?? `status ${answer.status}`);
+  const refusal = await answer.json().catch(() => ({}));
+  throw new Refusal(answer.status, refusal.error?.message ?? `status ${answer.status}`);
 }
 
 /** @param {string} path @param {AbortSignal} [abort] @returns {Promise<any>} */
 export async function get(path, abort) {
   if (bundled) return filtered(path, await (await ask(fileOf(path).file, abort)).json());
   return (await ask(path, abort)).json();
+}
+
+/** Change something on the node. @param {string} method @param {string} path @param {object} [body] @returns {Promise<any>} */
+export async function send(method, path, body) {
+  return (await ask(path, undefined, { method, body })).json();
 }
 
 /**

@@ -1,5 +1,6 @@
 /** The view of what a node, or a fleet, does now. */
 import { html } from "./vendor/htm-preact.js";
+import { Action } from "./action.js";
 import { bytes, count, duration, trimmed } from "./format.js";
 import { History } from "./history.js";
 import { Facts, Panel, State, Table, Waiting } from "./parts.js";
@@ -31,6 +32,7 @@ export function Now() {
           ["last update took", status.weights.last_seconds === null ? null : duration(status.weights.last_seconds)],
           ["context", `${count(status.model.context_length)} tokens`],
         ]} />
+        ${status.ui_actions ? html`<${Generation} paused=${status.weights.paused} />` : null}
       <//>
     </div>
     <${Panel} title="Engine hosts"><${Hosts} hosts=${status.engine.hosts} /><//>
@@ -82,6 +84,12 @@ function Stage({ name, stage }) {
     <span class="number">${count(stage.inside)} / ${count(stage.limit)}</span>
     <span class="number quiet">${stage.waiting ? `${count(stage.waiting)} wait` : ""}</span>
   </div>`;
+}
+
+/** @param {{paused: string | null}} props */
+function Generation({ paused }) {
+  if (paused) return html`<${Action} name="resume" question="Go on sampling?" method="POST" path="/v1/engine/resume" body=${{}} />`;
+  return html`<${Action} name="pause" question="Hold every call of every session?" method="POST" path="/v1/engine/pause" body=${{}} />`;
 }
 
 /** @param {{hosts: any[]}} props */

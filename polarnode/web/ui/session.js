@@ -1,5 +1,6 @@
 /** The view of one session: its head, and tabs. */
 import { html } from "./vendor/htm-preact.js";
+import { Action } from "./action.js";
 import { clock, count, duration, reward } from "./format.js";
 import { Facts, Panel, Plain, State, Table, Waiting } from "./parts.js";
 import { sessionLink, TABS } from "./route.js";
@@ -28,7 +29,13 @@ export function Session({ route }) {
 /** A session that runs: asked again. @param {{route: import("./route.js").Route, path: string, found: any}} props */
 function Live({ route, path, found }) {
   const answer = usePolled(path);
-  return html`<${Whole} route=${route} found=${answer.value ?? found} />`;
+  const acts = useAnswer("/v1/status").value?.ui_actions;
+  const task = `/v1/tasks/${encodeURIComponent(found.session.task_id)}`;
+  return html`
+    <${Whole} route=${route} found=${answer.value ?? found} />
+    ${acts && !answer.value?.trajectory
+      ? html`<${Action} name="cancel the task" question="End all sessions of this task? They keep their turns." method="DELETE" path=${task} />`
+      : null}`;
 }
 
 /** @param {{route: import("./route.js").Route, found: any}} props */
