@@ -230,7 +230,7 @@ class LiveSession:
     adapter: str = field(default="", kw_only=True)  # the name of the adapter that samples; "" for the base
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
     tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's, over all sessions
-    counters: Counters = field(factory=Counters, init=False)
+    counters: Counters = field(factory=Counters, kw_only=True)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
     parts: ReadParts = field(factory=ReadParts, init=False)

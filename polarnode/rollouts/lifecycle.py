@@ -17,7 +17,7 @@ from attrs import define, evolve, field, frozen
 from polarnode.core.backoff import Backoff
 from polarnode.core.task import Budgets, GroupSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
-from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.gateway.live_sessions import Counters, LiveSession, LiveSessions
 from polarnode.groups.group import (
     EARLY_STOP,
     Facts,
@@ -220,12 +220,14 @@ class SessionRegistry:
         """Create a session as the model endpoint sees it, with a new key."""
         session_id, services = identity.session_id, self.services
         drops = services.drops_thinking if task.thinking == "template" else None
+        counters = Counters()
 
         def record(turn: Turn) -> None:
-            live.counters.last_turn = trio.current_time()
+            # it does not know its session: held in a circle, an ended one would stay until the collector runs
+            counters.last_turn = trio.current_time()
             services.journal.turn(turn)
 
-        live = LiveSession(
+        return LiveSession(
             session_id=session_id,
             key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
             lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32), drops_thinking=drops),
@@ -235,8 +237,8 @@ class SessionRegistry:
             carrier=SessionExtras(task.carry, limit=services.carried_limit),
             tally=services.tally,
             adapter=task.adapter,
+            counters=counters,
         )
-        return live
 
     def start(
         self,

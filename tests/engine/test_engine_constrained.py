@@ -263,7 +263,9 @@ async def test_an_engine_not_started_for_it_is_neither_steered_nor_repeatable(
 ) -> None:
     with trio.fail_after(300):
         async with open_engines(settings(tmp_path)) as engines:
-            with pytest.raises(EngineError, match="enable_custom_logit_processor = true") as caught:
+            with pytest.raises(
+                EngineError, match="--engine-arg enable_custom_logit_processor=true"
+            ) as caught:
                 await sample(engines, asked(model, steering=forced([1], 2)))
             assert not caught.value.retryable
             seeded = evolve(asked(model).sampling, seed=7, max_tokens=60)

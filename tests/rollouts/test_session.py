@@ -2,7 +2,9 @@
 is lost with it.
 """
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -215,6 +217,23 @@ async def test_a_session_whose_calls_are_held_is_frozen_while_memory_is_short(
     found = place.of(second)
     assert (found.outcome.status, found.timing.held_s) == ("completed", 20.0)
     assert [runtime.freezes for runtime in place.runtimes.opened] == [1, 1]
+
+
+async def test_a_session_that_nobody_holds_is_gone_at_once(autojump_clock: Clock, tmp_path: Path) -> None:
+    """The histories of a session may be hundreds of megabytes, and the collector runs seldom in a node."""
+    async with town(tmp_path, {"agent": agent()}) as place:
+        (session_id,) = place.submit()
+        await place.until("run")
+        held = weakref.ref(place.session(session_id).live)
+        assert held() is not None
+        gc.collect()
+        gc.disable()
+        try:
+            await place.over()
+            await trio.sleep(1)
+            assert held() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("bug", [False, True])
