@@ -28,6 +28,7 @@ from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
+from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
 from polarnode.node.node import Node as WholeNode
 from polarnode.trainers.polar import Origin, with_origin
@@ -519,7 +520,9 @@ async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the
 
 async def test_a_task_with_an_unknown_format_is_refused_by_the_node(node: Node, tmp_path: Path) -> None:
     parts: dict[str, Any] = dict.fromkeys(attr.name for attr in fields(WholeNode) if attr.init)
-    service = WholeNode(**(parts | {"journal": node.journal, "callbacks": node.callbacks}))
+    service = WholeNode(
+        **(parts | {"journal": node.journal, "callbacks": node.callbacks, "config": NodeConfig()})
+    )
     app = control_plane(Routes(service=service, sessions_dir=tmp_path).rows(), token="secret")
     async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
         caller = Caller(url=f"http://127.0.0.1:{address.port}")
