@@ -470,6 +470,8 @@ def show_file(watched: Watched, url: str) -> None:
     page.get_by_label("advantage").check()
     expect(page.locator(".legend")).to_contain_text("no advantage")
     page.goto(f"{url}/#/s/parser-0/tokens")
+    expect(page.locator("h1")).to_have_text("parser-0")  # else the box of the session before gets the key
+    expect(page.locator(".token-line").first).to_be_visible()
     page.locator(".token-box").focus()
     page.keyboard.press("t")
     expect(page.locator("aside")).to_contain_text("advantage")
