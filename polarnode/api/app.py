@@ -300,13 +300,13 @@ def control_plane(
         basic = frozenset(path for each in extensions if each.basic for _, path, _ in each.rows)
         _guard(app, f"Bearer {token}".encode(), headers, basic)
     _limit_streams(app)
-    _refuse_parameters(app)
     compress_answers(app)
     rows = [*routes]
     operations = dict(EVERY)
     for extension in extensions:
         rows += extension.rows
         operations |= extension.operations
+    _refuse_parameters(app, operations)
     for method, path, handler in (*rows, _document_row(rows, operations, token=token is not None)):
         app.add_url_rule(path, f"{method} {path}", handler, methods=[method])
     app.register_error_handler(PolarnodeError, answer_error)
@@ -361,15 +361,15 @@ def _limit_streams(app: QuartTrio) -> None:
             )
 
 
-def _refuse_parameters(app: QuartTrio) -> None:
-    """Refuse parameters that a route of the node's own API does not have."""
+def _refuse_parameters(app: QuartTrio, operations: Mapping[Where, Operation]) -> None:
+    """Refuse parameters that a route of a node's own API, or a front's, does not have."""
 
     @app.before_request
     async def check_parameters() -> None:
         # async though it waits for nothing: Quart would run a plain function in a thread
         await trio.lowlevel.checkpoint()
         rule = request.url_rule
-        operation = None if rule is None else EVERY.get((request.method, rule.rule))
+        operation = None if rule is None else operations.get((request.method, rule.rule))
         if operation is not None and request.path.startswith("/v1/"):
             check_parameters_known(request.args, (*operation.query, *operation.own))
 

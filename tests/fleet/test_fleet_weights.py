@@ -27,6 +27,7 @@ from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front
 from polarnode.fleet.link import Link
 from polarnode.fleet.members import FleetMember
+from polarnode.fleet.openapi import fleet_operations
 from polarnode.fleet.pools import WeightPools
 from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets, verdict
@@ -113,7 +114,10 @@ async def opened(
             weights = pools.of(models[0])
             rows = (*pools.rows(lambda pool: FleetWeightsRoutes(weights=pool).rows()),)
             sglang = (*pools.rows(lambda pool: FleetSglang(weights=pool).extension().rows),)
-            extensions = (Extension(rows=rows), Extension(rows=sglang, basic=True))
+            extensions = (
+                Extension(rows=rows, operations=fleet_operations()),
+                Extension(rows=sglang, basic=True),
+            )
             app = control_plane((), token="secret", extensions=extensions)
             address = await stack.enter_async_context(open_server(app, Address(host="127.0.0.1", port=0)))
             try:
