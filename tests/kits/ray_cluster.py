@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
 
 SMALL: dict[str, Any] = {
@@ -34,6 +35,8 @@ def main(folder: Path, port: int, names: list[str]) -> None:
     report = os.dup(1)
     os.dup2(2, 1)  # Ray prints
     head = {**SMALL, "temp_dir": str(folder), **({"gcs_server_port": port} if port else {})}
+    # where Cluster writes the head's address, whatever its own folder is: missing where Ray never ran
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     cluster = Cluster(initialize_head=True, head_node_args=head)
     raylets: dict[str, int] = {}
     for name in names:
