@@ -25,15 +25,7 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
 from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
-from polarnode.api.query import (
-    MOST_LINES,
-    MOST_TASKS,
-    PARQUET,
-    Begin,
-    Kind,
-    check_parameters_known,
-    read_query,
-)
+from polarnode.api.query import MOST_LINES, MOST_TASKS, PARQUET, Begin, Kind, read_query
 from polarnode.api.service import Unauthorized, answer_error
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
@@ -306,7 +298,6 @@ def control_plane(
     for extension in extensions:
         rows += extension.rows
         operations |= extension.operations
-    _refuse_parameters(app, operations)
     for method, path, handler in (*rows, _document_row(rows, operations, token=token is not None)):
         app.add_url_rule(path, f"{method} {path}", handler, methods=[method])
     app.register_error_handler(PolarnodeError, answer_error)
@@ -359,19 +350,6 @@ def _limit_streams(app: QuartTrio) -> None:
                 "as many streams are open as this node serves: end some, or read several tasks from one",
                 retry_after=STREAM_RETRY_S,
             )
-
-
-def _refuse_parameters(app: QuartTrio, operations: Mapping[Where, Operation]) -> None:
-    """Refuse parameters that a route of a node's own API, or a front's, does not have."""
-
-    @app.before_request
-    async def check_parameters() -> None:
-        # async though it waits for nothing: Quart would run a plain function in a thread
-        await trio.lowlevel.checkpoint()
-        rule = request.url_rule
-        operation = None if rule is None else operations.get((request.method, rule.rule))
-        if operation is not None and request.path.startswith("/v1/"):
-            check_parameters_known(request.args, (*operation.query, *operation.own))
 
 
 DOCUMENT = ("GET", "/v1/openapi.json")

@@ -2,7 +2,7 @@
 refused, and each refusal names its parameter (`?after`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import isfinite, nan
 from typing import Any, Final, Literal, get_args
 
@@ -66,16 +66,11 @@ MOST_LINES = 10_000  # of a log's end: more than anyone reads at once
 
 def read_query(parameters: Mapping[str, str], *allowed: str) -> Query:
     """Read a URL's parameters. Raises Refused for a parameter that is not `allowed` or not valid."""
-    check_parameters_known(parameters, allowed)
-    read: dict[str, Any] = {name: READERS[name](name, text) for name, text in parameters.items()}
-    return Query(**read)
-
-
-def check_parameters_known(parameters: Iterable[str], allowed: Sequence[str]) -> None:
-    """Raise Refused for a parameter that a route does not take."""
     for name in parameters:
         if name not in allowed:
             raise _refused(name, f"is not a parameter of this route: it takes {', '.join(allowed) or 'none'}")
+    read: dict[str, Any] = {name: READERS[name](name, text) for name, text in parameters.items()}
+    return Query(**read)
 
 
 def check_sequence_number(seq: int) -> None:

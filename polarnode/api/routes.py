@@ -145,6 +145,7 @@ class Routes:
         return await self.service.journal.position(consumer)
 
     async def acknowledge(self) -> Response:
+        read_query(request.args)
         ack = structure(await body_json(), Ack, forbid_extra=True)
         position = await self.service.journal.acknowledge(check_consumer(ack.consumer), _number(ack))
         return json_response(
@@ -239,6 +240,7 @@ class Routes:
     # Async though they wait for nothing: Quart would run plain functions in threads.
 
     async def status(self) -> Response:
+        read_query(request.args)
         await trio.lowlevel.checkpoint()
         return json_response({**self.service.status(), "journal": plain(self.service.journal.statistics())})
 

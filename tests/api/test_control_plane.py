@@ -79,10 +79,15 @@ async def test_without_a_token_everyone_is_let_in(started: Started) -> None:
         assert (await client.call("GET", "/v1/tasks", headers={"Authorization": ""})).json() == {"tasks": []}
 
 
-@pytest.mark.parametrize("path", ["/v1/status?x=1", "/v1/tasks/t?x=1"])
-async def test_a_parameter_that_a_route_does_not_have_is_refused(started: Started, path: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/status?x=1"), ("GET", "/v1/tasks/t?x=1"), ("POST", "/v1/trajectories/ack?x=1")],
+)
+async def test_a_parameter_that_a_route_does_not_have_is_refused(
+    started: Started, method: str, path: str
+) -> None:
     async with started() as (_, client):
-        status, _, sentence, where = error_of(await client.get(path))
+        status, _, sentence, where = error_of(await client.call(method, path))
     assert (status, where) == (400, "?x")
     assert sentence.startswith("x is not a parameter of this route: it takes ")
 
