@@ -38,6 +38,7 @@ class Bundle(Mapping[str, PageFile]):
     title: str
     token_bytes: Callable[[int], bytes]
     _sessions: dict[str, Mapping[str, Any]]
+    _tasks: dict[str, list[Mapping[str, Any]]] = field(init=False)  # their sessions
     _files: Mapping[str, PageFile] = field(factory=page_files)
 
     @classmethod
@@ -75,8 +76,8 @@ class Bundle(Mapping[str, PageFile]):
         body = dump_json(self._answer(name))
         return PageFile(body=body, content_type="application/json", tag=sha256(body).hexdigest()[:32])
 
-    @property
-    def _tasks(self) -> dict[str, list[Mapping[str, Any]]]:
+    @_tasks.default
+    def _by_task(self) -> dict[str, list[Mapping[str, Any]]]:
         found: dict[str, list[Mapping[str, Any]]] = {}
         for row in self._sessions.values():
             found.setdefault(row["task_id"], []).append(row)

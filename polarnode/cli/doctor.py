@@ -21,7 +21,7 @@ from polarnode.cli.doctor_cache import cache
 from polarnode.cli.output import harmless, open_console
 from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
 from polarnode.containers.inside import USER_LIMITS
-from polarnode.containers.probe import Finding, default_state_dir
+from polarnode.containers.probe import Finding
 from polarnode.core import codec
 from polarnode.core.conversation import Conversation, Message
 from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, PolarnodeError, Refused
@@ -32,7 +32,7 @@ from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
 from polarnode.node.checks import requirements
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.settings import simulated_marks, teacher_settings
+from polarnode.node.settings import simulated_marks, store_dir, teacher_settings
 from polarnode.rollouts.judges import open_judges
 from polarnode.tokens.families import CallSyntax, Family
 from polarnode.tokens.template import LoadedModel, load_model
@@ -187,9 +187,8 @@ def findings(config: NodeConfig) -> Iterator[Finding | Table]:
     """
     required = list(requirements(config))
     yield from required
-    state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
     yield from kernel_limits(config)
-    yield disk(state_dir)
+    yield disk(store_dir(config))
     if config.engine == "simulated":
         yield simulated(config)
     elif config.engine_urls:

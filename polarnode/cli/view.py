@@ -1,7 +1,8 @@
 """`polarnode view`: the page with the trajectories of a file, on this machine or as a folder of files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import trio
 from rich.console import Console
@@ -22,7 +23,8 @@ def view(file: Path, *, model: Path | None, port: int, out: Path | None) -> None
     """Serve the page over a file until SIGINT or SIGTERM, or write it into the folder `out`, which must be
     empty or new. Raises Refused.
     """
-    bundle = Bundle.of(file.name, trajectory_lines(file), _token_bytes(model, file))
+    rows = list(trajectory_lines(file))
+    bundle = Bundle.of(file.name, rows, _token_bytes(model, rows))
     console = open_console()
     if out is None:
         trio.run(_serve, bundle, port, console)
@@ -50,11 +52,11 @@ async def _serve(bundle: Bundle, port: int, console: Console) -> None:
         nursery.cancel_scope.cancel()
 
 
-def _token_bytes(model: Path | None, file: Path) -> Callable[[int], bytes]:
-    """The text of tokens, by the model's tokenizer; the embedded model's where the file is of that;
+def _token_bytes(model: Path | None, rows: Iterable[Mapping[str, Any]]) -> Callable[[int], bytes]:
+    """The text of tokens, by the model's tokenizer; the embedded model's where all rows are of that;
     else ids.
     """
-    names = {(value.get("model") or {}).get("name") for value in trajectory_lines(file)}
+    names = {(value.get("model") or {}).get("name") for value in rows}
     folder = model or (TINY_MODEL if names == {TINY_MODEL.name} else None)
     if folder is None:
         return _number

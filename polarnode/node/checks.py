@@ -23,7 +23,7 @@ from pathlib import Path
 import trio
 from attrs import evolve
 
-from polarnode.containers.probe import Finding, default_state_dir, probe
+from polarnode.containers.probe import Finding, probe
 from polarnode.containers.recipes import Recipes, default_runtimes_dir, read_recipes
 from polarnode.core.codec.limits import address
 from polarnode.core.errors import ConfigError, EngineError
@@ -31,7 +31,7 @@ from polarnode.engine.settings import RESERVED, check
 from polarnode.http.server import Certificate
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 from polarnode.node.node import captures_certificate, captures_listener, control_certificate
-from polarnode.node.settings import engine_settings
+from polarnode.node.settings import engine_settings, store_dir
 
 HANDSHAKE_STEPS = 3  # of each side: hello, keys, finished
 RENEWAL_DAYS = 14  # left of a certificate: those of 90 days are renewed when 30 are
@@ -58,8 +58,7 @@ def refuse_unfit(config: NodeConfig, *, tasks: bool = False) -> None:
 def requirements(config: NodeConfig) -> Iterator[Finding]:
     """All of them, quick ones first. A model that can be looked at has no finding of its own here."""
     if config.containers:
-        state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
-        yield from trio.run(probe, state_dir, config.limits).findings
+        yield from trio.run(probe, store_dir(config), config.limits).findings
         yield recipes(config)
     else:
         yield Finding(name="containers", ok=True, what="none: captures alone are taken")

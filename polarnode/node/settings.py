@@ -116,10 +116,14 @@ def simulated_marks(family: Family) -> Marks:
     )
 
 
+def store_dir(config: NodeConfig) -> Path:
+    """The folder of the images and containers."""
+    return Path(config.podman_dir) if config.podman_dir else default_state_dir()
+
+
 def runtimes_settings(config: NodeConfig) -> RuntimesSettings:
-    state_dir = Path(config.podman_dir) if config.podman_dir else default_state_dir()
     return RuntimesSettings(
-        state_dir=state_dir,
+        state_dir=store_dir(config),
         node_id=config.node_id,
         runtimes_dir=Path(config.runtimes_dir) if config.runtimes_dir else None,
         base_image=config.base_image,
