@@ -48,16 +48,15 @@ def _totals(figures: Figures, at: float) -> _Totals:
     )
 
 
-def sample(figures: Figures, now: _Totals, before: _Totals | None) -> Values:
-    """The values of one moment. Rates are per second since the sample before, None at the first one;
-    `reread_share` is None where no prompt was read, or no cache is counted.
+def sample(figures: Figures, now: _Totals, before: _Totals) -> Values:
+    """The values of one moment. Rates are per second since the sample before, None at the first one, which
+    has itself before it; `reread_share` is None where no prompt was read, or no cache is counted.
     """
     run, hosts = figures.stages.get("run"), figures.engine.hosts
-    seconds = 0.0 if before is None else now.at - before.at
-    read = 0 if before is None else now.prompt - before.prompt
+    seconds, read = now.at - before.at, now.prompt - before.prompt
 
     def rate(name: str) -> float | None:
-        grown: int = 0 if before is None else getattr(now, name) - getattr(before, name)
+        grown: int = getattr(now, name) - getattr(before, name)
         return round(grown / seconds, 3) if seconds > 0 and grown >= 0 else None
 
     return {
@@ -70,7 +69,7 @@ def sample(figures: Figures, now: _Totals, before: _Totals | None) -> Values:
         "sampled_tokens_per_s": rate("tokens"),
         "turns_per_s": rate("turns"),
         "sessions_ended_per_s": rate("ended"),
-        "reread_share": round((now.reread - before.reread) / read, 4) if before and read > 0 else None,
+        "reread_share": round((now.reread - before.reread) / read, 4) if read > 0 else None,
         "loop_late_s": figures.lag.p99,
     }
 
@@ -95,7 +94,7 @@ class History:
         """Take one sample."""
         figures = self.figures()
         totals = _totals(figures, self.now())
-        self._samples.append((totals.at, sample(figures, totals, self._before)))
+        self._samples.append((totals.at, sample(figures, totals, self._before or totals)))
         self._before = totals
 
     def rows(self) -> Iterator[RouteRow]:

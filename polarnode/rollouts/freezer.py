@@ -40,9 +40,10 @@ class Freezable(Protocol):
 
 @define(eq=False)
 class _Followed:
-    """`not_before`: when the next attempt may be made (Trio's clock)."""
+    """`held`: its session's calls are. `not_before`: when the next attempt may be made (Trio's clock)."""
 
     runtime: Freezable
+    held: bool = False
     changing: bool = False
     not_before: float = 0.0
 
@@ -52,7 +53,6 @@ class Freezer:
     """The containers of one node's running sessions. `held` and `memory_short` only take note; `run` acts."""
 
     _followed: dict[str, _Followed] = field(factory=dict, init=False)  # by session
-    _held: set[str] = field(factory=set, init=False)
     _short: bool = field(default=False, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
 
@@ -63,11 +63,9 @@ class Freezer:
 
     def held(self, session: str, held: bool) -> None:
         """Take note whether a session's calls are held."""
-        if held and session in self._followed:
-            self._held.add(session)
-        else:
-            self._held.discard(session)
-        self._changed.set()
+        if (found := self._followed.get(session)) is not None:
+            found.held = held
+            self._changed.set()
 
     @contextmanager
     def follow(self, session: str, runtime: Freezable) -> Iterator[None]:
@@ -80,7 +78,6 @@ class Freezer:
             yield
         finally:
             del self._followed[session]
-            self._held.discard(session)
 
     async def run(self, ready: trio.Event) -> None:
         """Freeze and thaw until cancelled."""
@@ -90,7 +87,7 @@ class Freezer:
                 self._changed = trio.Event()
                 now, again = trio.current_time(), float("inf")
                 for session, found in self._followed.items():
-                    wanted = self._short and session in self._held
+                    wanted = self._short and found.held
                     if found.changing or found.runtime.frozen == wanted:
                         continue
                     if found.not_before > now:

@@ -3,7 +3,7 @@ import { fileOf, filtered, isBundle } from "./bundle.js";
 import { signal } from "./vendor/signals.js";
 
 const KEPT = "polarnode-token"; // in sessionStorage: gone with the tab
-const AGAIN_MS = 2000;
+const AGAIN_S = 2;
 
 export const bundled = isBundle(document.documentElement);
 export const token = signal(sessionStorage.getItem(KEPT) ?? "");
@@ -62,7 +62,7 @@ export async function send(method, path, body) {
  * Call `take` with the answer now and every two seconds, while the tab is seen. Gives the function that ends it.
  * @param {string} path @param {(value: any) => void} take @param {(error: unknown) => void} [failed]
  */
-export function poll(path, take, failed = () => {}, seconds = AGAIN_MS / 1000) {
+export function poll(path, take, failed = () => {}, seconds = AGAIN_S) {
   const abort = new AbortController();
   const pause = () => new Promise((resolve) => setTimeout(resolve, seconds * 1000));
   (async () => {
@@ -100,7 +100,7 @@ export function follow(path, after, take) {
       } catch {
         // ended, refused or cut: asked again below
       }
-      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_S * 1000));
     }
   })();
   return () => abort.abort();
