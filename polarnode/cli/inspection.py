@@ -27,6 +27,7 @@ from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.groups.training_rows import turn_rewards
 from polarnode.merge.figures import summed, word_of
 from polarnode.node.config import TINY_MODEL
+from polarnode.tokens.pieces import text_of
 
 # ── lineage figures ───────────────────────────────────────────────────────────
 
@@ -406,4 +407,4 @@ def _runs(trace: Trace, tokenizer: Tokenizer | None) -> Iterator[tuple[bool, str
 def _words(ids: list[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return harmless(b"".join(tokenizer.token_bytes(token) for token in ids).decode("utf-8", "replace"))
+    return harmless(text_of(ids, tokenizer.token_bytes))

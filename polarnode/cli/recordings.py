@@ -8,7 +8,7 @@ but rows (`merge`) or JSON objects (`replay --json`). Sessions are printed one a
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from os import walk
 from pathlib import Path
@@ -26,7 +26,7 @@ from polarnode.core.codec import read_trajectory
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused
 from polarnode.gateway.recorded_difference import (
-    Comparison,
+    PromptComparison,
     TokenPrompt,
     compare_sessions,
     compare_tokens,
@@ -39,8 +39,9 @@ from polarnode.merge.token_forest import Counts, Sessions
 from polarnode.node.config import TINY_MODEL
 from polarnode.providers.contract import NoMemory
 from polarnode.tokens.families import family_of
+from polarnode.tokens.pieces import text_of
 from polarnode.tokens.template import Template
-from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
+from polarnode.tokens.tokenizer import load_tokenizer
 
 # ── check ─────────────────────────────────────────────────────────────────────
 
@@ -150,7 +151,7 @@ def against(one: Path, other: Path, tokenizer: Path | None, *, as_json: bool) ->
     return 0 if same else 1
 
 
-def _compared_folders(one: Path, other: Path) -> Iterator[tuple[str, str, Comparison]]:
+def _compared_folders(one: Path, other: Path) -> Iterator[tuple[str, str, PromptComparison]]:
     left, right = dict(_sessions(one)), dict(_sessions(other))
     for place, sessions in ((one, left), (other, right)):
         if not sessions:
@@ -160,11 +161,15 @@ def _compared_folders(one: Path, other: Path) -> Iterator[tuple[str, str, Compar
         yield name, other_name, found
 
 
-def _compared_files(one: Path, other: Path, tokenizer: Path | None) -> Iterator[tuple[str, str, Comparison]]:
+def _compared_files(
+    one: Path, other: Path, tokenizer: Path | None
+) -> Iterator[tuple[str, str, PromptComparison]]:
     left, right = (_prompts_of(file) for file in (one, other))
-    text = (
-        _text_of(load_tokenizer(tokenizer)) if tokenizer is not None else lambda ids: " ".join(map(str, ids))
-    )
+    token_bytes = None if tokenizer is None else load_tokenizer(tokenizer).token_bytes
+
+    def text(ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids)) if token_bytes is None else text_of(ids, token_bytes)
+
     for name, other_name in _paired(one, other, list(left), list(right)):
         yield name, other_name, compare_tokens(left[name], right[other_name], text)
 
@@ -176,10 +181,6 @@ def _prompts_of(file: Path) -> dict[str, list[TokenPrompt]]:
     if not found:
         raise Refused(f"{file} has no trajectory: name a file that `polarnode run` or `export` wrote")
     return found
-
-
-def _text_of(tokenizer: LoadedTokenizer) -> Callable[[Sequence[int]], str]:
-    return lambda ids: b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace")
 
 
 def _paired(one: Path, other: Path, left: Sequence[str], right: Sequence[str]) -> list[tuple[str, str]]:
@@ -195,7 +196,7 @@ def _paired(one: Path, other: Path, left: Sequence[str], right: Sequence[str]) -
     return [(name, name) for name in left]
 
 
-def _shown(found: Comparison) -> Iterator[str]:
+def _shown(found: PromptComparison) -> Iterator[str]:
     """Lines for a reader. Texts are JSON strings, so that blanks and line ends can be seen."""
     there = (
         "" if found.requests == found.against_requests else f"; OTHER has {found.against_requests} requests"

@@ -64,7 +64,7 @@ def _print(console: Console, event: Event) -> None:
 
 
 @define(eq=False)
-class EventReader:
+class WatchedEvents:
     """Reads events in a thread, until there are no more, or an error ends it."""
 
     events: Iterator[Event]
@@ -103,7 +103,7 @@ class EventReader:
 def _watch_live(
     client: PolarnodeClient, events: Iterator[Event], task_id: str | None, console: Console
 ) -> None:
-    reader, ended = EventReader(events), Counter[str]()
+    reader, ended = WatchedEvents(events), Counter[str]()
     look = PolarnodeClient(client.base_url, token=client.token, patience_s=0.0)
     try:
         with Live(console=console, auto_refresh=False, transient=True) as live:

@@ -112,7 +112,7 @@ LIFE: Final = Life()
 
 
 @frozen
-class Begun:
+class StreamBegun:
     """Where a stream begins, on the wire before its first event."""
 
     position: Position
@@ -130,7 +130,7 @@ class Decoder:
     _id: str | None = field(default=None, init=False)
     _data: list[bytes] = field(factory=list, init=False)
 
-    def feed(self, data: bytes) -> Iterator[Block | Life | Begun]:
+    def feed(self, data: bytes) -> Iterator[Block | Life | StreamBegun]:
         """Yield what is complete. Consume all of it before feeding more."""
         for whole in self._lines.feed(data):
             line = whole.removesuffix(b"\r")
@@ -141,7 +141,7 @@ class Decoder:
                 f"an event of the stream is larger than {MOST_BYTES >> 20} MiB: is this polarnode?"
             )
 
-    def _line(self, line: bytes) -> Iterator[Block | Life | Begun]:
+    def _line(self, line: bytes) -> Iterator[Block | Life | StreamBegun]:
         if not line:
             yield from self._block()
             return
@@ -157,9 +157,9 @@ class Decoder:
             case b"data":
                 self._data.append(value)
 
-    def _block(self) -> Iterator[Block | Begun]:
+    def _block(self) -> Iterator[Block | StreamBegun]:
         if self._id is not None and not self._data:
-            yield Begun(_position_of(self._id))
+            yield StreamBegun(_position_of(self._id))
         if self._data:
             yield Block(
                 kind=self._kind or "message",
@@ -245,7 +245,7 @@ class Follower:
     following: Following
     patience: Patience
     position: Position | None = field(init=False)
-    _pieces: Iterator[Block | Life | Begun] | None = field(
+    _pieces: Iterator[Block | Life | StreamBegun] | None = field(
         default=None, init=False
     )  # None while nothing is open
     _decoder: Decoder = field(factory=Decoder, init=False)
@@ -292,7 +292,7 @@ class Follower:
                     self.patience.renew()
                 self._greeted = True
                 return LIFE
-            if isinstance(piece, Begun):
+            if isinstance(piece, StreamBegun):
                 self.position = self.position or piece.position
                 continue
             event = read_event(piece)

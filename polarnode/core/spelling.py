@@ -16,8 +16,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """`did you mean NEAREST? `, where one is near, to begin a sentence with."""
+    near = nearest(name, known)
+    return "" if near is None else f"did you mean {near}? "
+
+
 def remedy(name: str, known: Collection[str]) -> str:
     """`did you mean NEAREST?`, where one is near, and all known names."""
-    near = nearest(name, known)
-    meant = "" if near is None else f"did you mean {near}? "
-    return f"{meant}there are: {', '.join(sorted(known))}"
+    return f"{meant(name, known)}there are: {', '.join(sorted(known))}"

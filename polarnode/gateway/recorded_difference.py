@@ -56,7 +56,7 @@ class Difference:
 
 
 @frozen(kw_only=True)
-class Comparison:
+class PromptComparison:
     """`requests` are those that ask the model, `equal` those of them with a counterpart; `errors` are
     requests that could not be read.
     """
@@ -94,12 +94,12 @@ class TokenPrompt:
     key: str
 
 
-def compare_sessions(one: Sequence[Recorded], other: Sequence[Recorded]) -> Comparison:
+def compare_sessions(one: Sequence[Recorded], other: Sequence[Recorded]) -> PromptComparison:
     """Compare two sessions, each in the order of its requests."""
     memo = Memo()
     left, right = _prompts(one, memo, first=0), _prompts(other, memo, first=len(one))
     left_alone, right_alone = _alone(left, right), _alone(right, left)
-    return Comparison(
+    return PromptComparison(
         requests=len(left),
         against_requests=len(right),
         equal=len(left) - len(left_alone),
@@ -202,7 +202,7 @@ def token_prompts(trajectory: Trajectory) -> list[TokenPrompt]:
 
 def compare_tokens(
     one: Sequence[TokenPrompt], other: Sequence[TokenPrompt], text: Callable[[Sequence[int]], str]
-) -> Comparison:
+) -> PromptComparison:
     """Compare the prompts of two finished sessions; `text` shows ids."""
     left, right = _alone(one, other), _alone(other, one)
     first = _surplus(left, right)
@@ -210,7 +210,9 @@ def compare_tokens(
         here = left[0]
         there = max(right, key=lambda each: _shared_ids(here, each))
         first = _token_difference(here, there, text)
-    return Comparison(requests=len(one), against_requests=len(other), equal=len(one) - len(left), first=first)
+    return PromptComparison(
+        requests=len(one), against_requests=len(other), equal=len(one) - len(left), first=first
+    )
 
 
 def _token_difference(

@@ -5,7 +5,7 @@ letter have none: those that stand together form a cluster, which has. Nothing h
 """
 
 import codecs
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from attrs import frozen
@@ -33,6 +33,11 @@ class TokenPieces:
 
     tokens: Mapping[str, str]
     clusters: tuple[Cluster, ...] = ()
+
+
+def text_of(ids: Iterable[int], token_bytes: Callable[[int], bytes]) -> str:
+    """What ids say together; bytes that are no UTF-8 are U+FFFD."""
+    return b"".join(map(token_bytes, ids)).decode("utf-8", "replace")
 
 
 def pieces_of(rows: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]) -> TokenPieces:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from polarnode.core.conversation import Json
-from polarnode.core.spelling import nearest
+from polarnode.core.spelling import meant, nearest
 
 
 def main() -> None:
@@ -63,9 +63,8 @@ def fault_of(value: Json, hint: Any) -> str | None:
     except TypeError:
         return None  # a union that msgspec cannot tell apart: SGLang finds out
     if choices and value is not None and value not in choices:
-        near = nearest(str(value), map(str, choices))
-        meant = f"did you mean {near}? " if near else ""
-        return f"cannot be {value}: {meant}there are {', '.join(map(str, choices))}"
+        names = list(map(str, choices))
+        return f"cannot be {value}: {meant(str(value), names)}there are {', '.join(names)}"
     return None
 
 
