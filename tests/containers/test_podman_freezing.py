@@ -1,16 +1,12 @@
 """Real containers frozen: nothing in them runs, nothing of them is lost, and whatever ends them works."""
 
 import socket
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import trio
-from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits, settings
+from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits, other_node, settings
 
 from polarnode.containers.freezing import Freeze
 from polarnode.containers.runtime import PodmanRuntime
@@ -173,29 +169,10 @@ trio.run(main)
 """
 
 
-@contextmanager
-def killed_node() -> Iterator[None]:
-    """A node of its own that was killed with a frozen container."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(NODE)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[1] / "kits",
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "frozen\n"
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-    yield
-
-
 async def test_what_a_killed_node_froze_is_removed_by_the_next_one(podman: None) -> None:
-    with killed_node():
-        assert len(sleeping()) == 1, "a frozen program outlives its node"
+    with other_node(NODE) as (_, line):
+        assert line == "frozen\n"
+    assert len(sleeping()) == 1, "a frozen program outlives its node"
     async with open_runtimes(settings("frozen-successor", warm=0)) as successor:
         assert successor.statistics().swept == 1
         with trio.fail_after(30):

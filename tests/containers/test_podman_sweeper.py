@@ -7,14 +7,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import trio
-from podman_parts import LIFETIME_S, SMALL, settings
+from podman_parts import LIFETIME_S, SMALL, other_node, settings
 
 from polarnode.containers.client import ListedContainer
 from polarnode.containers.container import (
@@ -54,22 +53,10 @@ def node() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """Another node in a process of its own, with a session and a warm runtime; and its service's
     process id.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(NODE)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[1] / "kits",
-    )
-    try:
-        assert process.stdout is not None
-        up, service = process.stdout.readline().split()
+    with other_node(NODE) as (process, line):
+        up, service = line.split()
         assert up == "up"
         yield process, int(service)
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 async def of_node(runtimes: Runtimes, node_id: str) -> list[ListedContainer]:

@@ -6,7 +6,10 @@ Where Podman can not start containers the tests that need it are skipped with do
 
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,21 @@ def settings(node_id: str = "test", warm: int = 2) -> RuntimesSettings:
 
 def tools(log: Path) -> Tools:
     return Tools(podman=Path(shutil.which("podman") or ""), store=store_at(default_state_dir()), log=log)
+
+
+@contextmanager
+def other_node(source: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A node that is a program of its own, beside these kits, with the line that it prints once it is up. It
+    is killed at the end.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline()
+        finally:
+            process.kill()
 
 
 async def cancelled_at(runtime: PodmanRuntime, sign: str, program: Callable[[], Awaitable[object]]) -> bool:
