@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from attrs import define, field
+from attrs import define, evolve, field
 from captures_kit import Desk, open_desk
 from plane_kit import Asgi, HandEngine, stage
 from tokens_kit import model
@@ -35,13 +35,13 @@ SLACK_S = 0.5  # of two busy cores, where the flood's clients run in the test's 
 
 
 @asynccontextmanager
-async def simulated(folder: Path) -> AsyncIterator[Engines]:
+async def simulated(folder: Path, simulation: Simulation = SIMULATION) -> AsyncIterator[Engines]:
     settings = EngineSettings(
         model_path=TINY_MODEL,
         device="cpu",
         state_dir=folder,
         simulated=Simulated(
-            simulation=SIMULATION,
+            simulation=simulation,
             marks=simulated_marks(model().family),
             vocab_size=model().tokenizer.vocab_size,
         ),
@@ -135,7 +135,8 @@ async def test_a_flood_of_one_session_adds_at_most_twice_the_median_to_a_sibling
 
 
 async def test_a_session_alone_has_the_whole_engine(tmp_path: Path) -> None:
-    async with simulated(tmp_path) as engines, open_desk(tmp_path, engines) as desk:
+    slow = evolve(SIMULATION, answer_tokens=2_000)  # 20 s: the first is still there when the last comes
+    async with simulated(tmp_path, slow) as engines, open_desk(tmp_path, engines) as desk:
         _, only = await client(desk)
         seen: list[int] = []
         async with trio.open_nursery() as nursery:
@@ -145,6 +146,7 @@ async def test_a_session_alone_has_the_whole_engine(tmp_path: Path) -> None:
                 while engines.statistics().hosts[0].in_flight < SIMULATION.max_running:
                     seen.append(engines.statistics().hosts[0].queued)
                     await trio.sleep(0.005)
+            nursery.cancel_scope.cancel()
         assert set(seen) <= {0}, "none waited"
         await only.http.aclose()
 
