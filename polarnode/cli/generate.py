@@ -24,7 +24,14 @@ from rich.text import Text
 from polarnode.cli.generate_run import GenerationRun, PendingWork, duration, run_work, survey
 from polarnode.cli.options import EXIT_INTERRUPTED, interrupted
 from polarnode.cli.output import fitted, harmless, open_console
-from polarnode.cli.sources import SourceSelection, build_images, checked, note_lines, written_whole
+from polarnode.cli.sources import (
+    SourceSelection,
+    build_images,
+    checked,
+    insist_images,
+    note_lines,
+    written_whole,
+)
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, ModelError, boundary
@@ -466,6 +473,7 @@ def _generated(
 ) -> GenerationRun | None:
     """Run what is missing; None when stopped before any session began."""
     checks.refuse_unfit(config, tasks=True)
+    insist_images(tasks, config)
     log = Path(config.state_dir) / "node.log"
     with boundary(ConfigError, f"--out {log.parent} cannot be written"):
         open_node_log(log.parent)

@@ -19,7 +19,14 @@ from polarnode.cli import output
 from polarnode.cli.options import EXIT_INTERRUPTED, interrupted
 from polarnode.cli.output import fitted, harmless, open_console
 from polarnode.cli.progress import Steps
-from polarnode.cli.sources import SourceSelection, build_images, checked, note_lines, written_whole
+from polarnode.cli.sources import (
+    SourceSelection,
+    build_images,
+    checked,
+    insist_images,
+    note_lines,
+    written_whole,
+)
 from polarnode.cli.stopping import StopRequest, stop_on_signals
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, boundary
@@ -86,6 +93,7 @@ def run(config: NodeConfig, sources: SourceSelection, *, out: Path, expect_rewar
     tasks = [checked(task, config=own, here=True) for task in sources.tasks()]
     specs = [task.spec for task in tasks]
     checks.refuse_unfit(own, tasks=True)
+    insist_images(tasks, own)
     console, state = open_console(), new_state(out)
     own = evolve(own, state_dir=str(state))
     with boundary(ConfigError, f"--out {out} cannot be written"):

@@ -20,7 +20,7 @@ from polarnode.cli.output import fitted, harmless, open_console
 from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, Refused, boundary
-from polarnode.core.task import TaskSpec
+from polarnode.core.task import RuntimeSpec, TaskSpec
 from polarnode.node.config import NodeConfig
 from polarnode.sources.source import read_source
 from polarnode.sources.values import Build, Kind, Overrides, SourcedTask, Unread
@@ -89,6 +89,30 @@ def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, report: Calla
     builds = [task.build for task in tasks if task.build is not None]
     if builds:
         build_folders(builds, config, report)
+
+
+def insist_images(tasks: Sequence[SourcedTask], config: NodeConfig) -> None:
+    """Raise Refused for the first task whose image is neither a recipe nor in this node's store: an engine
+    that starts for minutes first would be in vain.
+    """
+    import trio
+
+    from polarnode.containers.images import Images
+    from polarnode.node.settings import runtimes_settings
+
+    named = {task.spec.runtime.image: task for task in tasks if task.build is None}
+    named.pop(RuntimeSpec().image, None)
+    if not named:
+        return
+    log = Path(config.state_dir) / "images.log"
+    images = Images(settings=runtimes_settings(config), log=log, report=click.echo)
+
+    async def insist() -> None:
+        for name, task in named.items():
+            if (why := await images.refusal(name)) is not None:
+                raise Refused(f"{task.origin}: runtime.image: {why}", path="$.runtime.image")
+
+    trio.run(insist)
 
 
 def build_folders(

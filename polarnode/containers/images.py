@@ -15,6 +15,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import trio
 from attrs import define, field, frozen
@@ -35,6 +36,7 @@ from polarnode.containers.recipes import (
 from polarnode.containers.service import configure_store
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.sources.values import Build
+from polarnode.support.bounded import remember
 
 # ── images ────────────────────────────────────────────────────────────────────
 
@@ -51,6 +53,10 @@ CONFINED = ("--network", "host", "--force-rm", "--isolation", "chroot")
 LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
 # image checks at once: 500 sessions that each started their own took half a minute of both cores
 CHECKS_AT_ONCE = 4
+# seconds for which an answer about a task's image is good: one that is there is not looked for at every task
+# of a dataset, and one that was just pulled is not refused for long
+FOUND_S, MISSED_S = 60.0, 1.0
+KEPT_ANSWERS = 4096  # names of images of tasks: more than the datasets of one run have
 
 
 @define(eq=False, kw_only=True)
@@ -69,6 +75,24 @@ class Images:
     # by name: hundreds of sessions need one image at once, and one check is enough
     _locks: dict[str, trio.Lock] = field(factory=dict, init=False)
     _checks: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(CHECKS_AT_ONCE), init=False)
+    # the sentence for what is missing, None for what is there; and until when it counts
+    _answers: dict[str, tuple[str | None, float]] = field(factory=dict, init=False)
+    _asking: "WeakValueDictionary[str, trio.Lock]" = field(factory=WeakValueDictionary, init=False)
+
+    async def refusal(self, name: str) -> str | None:
+        """Why a task cannot have the image of that name: it is neither a recipe nor an image of this store.
+        None where it can. Podman is asked once for each name, and again when the answer is old.
+        """
+        async with self._asking.setdefault(name, trio.Lock()):
+            why, until = self._answers.get(name, (None, 0.0))
+            if name in self._available or trio.current_time() < until:
+                return why
+            builder = await self._opened()
+            async with self._checks:
+                why = await builder.refusal(name)
+            until = trio.current_time() + (FOUND_S if why is None else MISSED_S)
+            remember(self._answers, name, (why, until), most=KEPT_ANSWERS)
+            return why
 
     async def ensure(self, name: str) -> None:
         """Make sure that the image of that name exists, building it if a recipe can. Raises RuntimeFault with
@@ -83,16 +107,19 @@ class Images:
                 self._available.add(name)
 
     async def _ensure_locked(self, name: str) -> None:
-        async with self._opening:
-            if self._builder is None:
-                self._builder = await open_builder(self.settings, self.log, self.report)
-            builder = self._builder
+        builder = await self._opened()
         # checked beside builds: a session whose image exists does not wait for another's build
         async with self._checks:
             stands = await builder.stands(name)
         if not stands:
             async with self._one_at_a_time:
                 await builder.build_missing(name)
+
+    async def _opened(self) -> "Builder":
+        async with self._opening:
+            if self._builder is None:
+                self._builder = await open_builder(self.settings, self.log, self.report)
+            return self._builder
 
 
 async def ensure_images(
@@ -241,15 +268,22 @@ class Builder:
             ):
                 self.report(f"container {container['Id'][:12]}, left by a build, could not be removed")
 
+    async def refusal(self, name: str) -> str | None:
+        """Why no container can have the image of that name: it is neither a recipe nor an image of this
+        store. None where it can, and where Podman does not say.
+        """
+        if self.recipes.find(name) is not None or not await self.tools.denies("image", "exists", name):
+            return None
+        recipes = ", ".join(sorted(self.recipes.by_name))
+        how = f"{' '.join(self.tools.prefix())} pull {name}"
+        return (
+            f"no image is called {name}; there are recipes for {recipes}; other images are fetched with:"
+            f" {how}"
+        )
+
     async def _check_foreign(self, name: str) -> None:
-        if not await self.exists(name):
-            recipes = ", ".join(sorted(self.recipes.by_name))
-            how = f"{' '.join(self.tools.prefix())} pull {name}"
-            raise Refused(
-                f"no image is called {name}; there are recipes for {recipes}; other images are fetched with:"
-                f" {how}",
-                path="$.runtime.image",
-            )
+        if (why := await self.refusal(name)) is not None:
+            raise Refused(why, path="$.runtime.image")
 
 
 async def open_builder(settings: RuntimesSettings, log: Path, report: Callable[[str], None]) -> Builder:

@@ -92,6 +92,13 @@ class Tools:
 
     async def succeeds(self, *arguments: str) -> bool:
         """Whether a short command exits with 0."""
+        return await self._exit_code(arguments) == 0
+
+    async def denies(self, *arguments: str) -> bool:
+        """Whether a short question is answered with no, which is exit code 1; others are faults of Podman."""
+        return await self._exit_code(arguments) == 1
+
+    async def _exit_code(self, arguments: Sequence[str]) -> int:
         env = self.store.environment()
         done = await trio.run_process(
             [self.podman, *arguments],
@@ -100,7 +107,7 @@ class Tools:
             stderr=subprocess.DEVNULL,
             check=False,
         )
-        return done.returncode == 0
+        return done.returncode
 
     async def run_podman(self, what: str, *arguments: str) -> None:
         """Run a long podman command, its output in the log. Raises RuntimeFault with the log's end."""

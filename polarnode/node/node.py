@@ -95,18 +95,24 @@ class Node:
         DiskFull.
         """
         self._check(spec)
+        no_image = await self.images.refusal(spec.runtime.image)
         async with self._submitting:
             existing = await self._existing(spec, idempotency_key)
-            return existing if existing is not None else await self._taken(spec, idempotency_key)
+            if existing is not None:
+                return existing
+            _insist_image(no_image)
+            return await self._taken(spec, idempotency_key)
 
     async def submit_copy(self, order: CopyOrder) -> Submitted:
         """Accept a fleet's task as its home; its second home has the copy already."""
         copy, spec = order.copy, evolve(order.copy.spec, task_id=order.copy.task_id)
         self._check(spec)
+        no_image = await self.images.refusal(spec.runtime.image)
         async with self._submitting:
             existing = await self._existing(spec, copy.idempotency_key)
             if existing is not None:
                 return existing
+            _insist_image(no_image)
             self.homes.begin(copy)
             try:
                 return await self._taken(spec, copy.idempotency_key, copy)
@@ -298,6 +304,12 @@ class Node:
         return not self.scheduler.registry.stopping and any(
             host.state == "ready" for host in self.engines.statistics().hosts
         )
+
+
+def _insist_image(refusal: str | None) -> None:
+    """Raise Refused for a task whose image its containers cannot have."""
+    if refusal is not None:
+        raise Refused(f"runtime.image: {refusal}", path="$.runtime.image")
 
 
 def control_certificate(config: NodeConfig) -> Certificate | None:

@@ -13,7 +13,7 @@ from polarnode.cli import image
 from polarnode.cli.main import main as command
 from polarnode.cli.progress import Steps
 from polarnode.containers.images import ensure_images
-from polarnode.node.config import NodeConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.settings import runtimes_settings
 
 # ── images ────────────────────────────────────────────────────────────────────
@@ -59,6 +59,21 @@ def test_an_image_of_ones_own_is_built_in_the_nodes_store(
     assert "images.log" in again.output
     taken = CliRunner().invoke(command, ["image", "build", str(folder), "--tag", "base"])
     assert "base is one of polarnode's own images: choose another name" in taken.output
+
+
+@pytest.mark.podman
+@pytest.mark.usefixtures("podman")
+def test_a_run_whose_image_is_nowhere_is_refused_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("polarnode.cli.run.on_own_node")
+    file = tmp_path / "task.toml"
+    file.write_text('instruction = "x"\nharness = "pi"\nruntime = { image = "localhost/none/such" }\n')
+    argv = ["run", "--engine", "simulated", "--gpus", "0", "--model", str(TINY_MODEL), str(file)]
+    found = CliRunner().invoke(command, [*argv, "--out", str(tmp_path / "out")])
+    assert found.exit_code == 1
+    assert "runtime.image: no image is called localhost/none/such; there are recipes for" in found.output
+    assert found.output.startswith(f"Error: {file}"), found.output
 
 
 # ── seconds ───────────────────────────────────────────────────────────────────

@@ -1,11 +1,12 @@
 """Hundreds of sessions that want one image at once ask the store one question."""
 
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 import trio
 from attrs import define
-from podman_parts import settings
+from podman_parts import settings, tools
 
 from polarnode.containers import images
 from polarnode.containers.images import Images
@@ -17,6 +18,7 @@ class Counted:
 
     builder: object
     asked: int = 0
+    looked: int = 0
     at_once: int = 0
     most: int = 0
 
@@ -29,10 +31,15 @@ class Counted:
         finally:
             self.at_once -= 1
 
+    async def refusal(self, name: str) -> str | None:
+        self.looked += 1
+        found: str | None = await self.builder.refusal(name)  # type: ignore[attr-defined]
+        return found
 
-@pytest.mark.podman
-@pytest.mark.usefixtures("podman")
-async def test_one_question_a_name_and_few_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
+    """The builders that were opened."""
     seen: list[Counted] = []
     opened = images.open_builder
 
@@ -41,6 +48,12 @@ async def test_one_question_a_name_and_few_at_once(tmp_path: Path, monkeypatch: 
         return seen[-1]
 
     monkeypatch.setattr(images, "open_builder", counted)
+    return seen
+
+
+@pytest.mark.podman
+@pytest.mark.usefixtures("podman")
+async def test_one_question_a_name_and_few_at_once(tmp_path: Path, seen: list[Counted]) -> None:
     there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
     async with trio.open_nursery() as nursery:
         for _ in range(100):
@@ -49,3 +62,46 @@ async def test_one_question_a_name_and_few_at_once(tmp_path: Path, monkeypatch: 
     (builder,) = seen
     assert builder.asked == 2
     assert builder.most <= images.CHECKS_AT_ONCE
+
+
+@pytest.mark.podman
+@pytest.mark.usefixtures("podman")
+async def test_a_task_s_image_is_looked_for_once_and_again_when_it_may_have_come(
+    tmp_path: Path, seen: list[Counted]
+) -> None:
+    """What a node asks before it takes a task, from many tasks at once."""
+    there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
+    late, answers = f"localhost/late/{token_hex(4)}:latest", list[str | None]()
+
+    async def ask(name: str) -> None:
+        answers.append(await there.refusal(name))
+
+    async with trio.open_nursery() as nursery:
+        for name in ("pi", "agent", "localhost/polarnode/base:latest", late):
+            for _ in range(20):
+                nursery.start_soon(ask, name)
+    (builder,) = seen
+    assert builder.looked == 4
+    assert answers.count(None) == 60
+    [why] = {each for each in answers if each is not None}
+    assert why.startswith(f"no image is called {late}; there are recipes for base, ")
+    assert why.endswith(f"podman pull {late}")
+    own = tools(tmp_path / "log")
+    await own.output("tag", "localhost/polarnode/base:latest", late)
+    try:
+        await trio.sleep(images.MISSED_S)
+        assert await there.refusal(late) is None
+        assert builder.looked == 5
+    finally:
+        with trio.move_on_after(20, shield=True):
+            await own.output("untag", "localhost/polarnode/base:latest", late)
+    assert await there.refusal(late) is None, "remembered for a while"
+    assert builder.looked == 5
+
+
+@pytest.mark.podman
+@pytest.mark.usefixtures("podman")
+async def test_a_fault_of_podman_refuses_no_task(tmp_path: Path) -> None:
+    """Exit code 125 is no answer; the session will say what the fault was."""
+    there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
+    assert await there.refusal("localhost/UPPER case") is None

@@ -13,6 +13,7 @@ import attrs
 import pytest
 from client_kit import KINDS, here, open_client
 from fleet_kit import fleet_here, hollow_task
+from hollow_node import NO_IMAGE
 from sources_kit import DATA
 
 from polarnode.client import ClientError
@@ -112,6 +113,10 @@ def test_an_error_is_the_nodes_sentence(trainer: Trainer) -> None:
         client.submit({"instruction": "x", "harness": {"name": "pi"}, "nun_samples": 1})
     error = caught.value
     assert (error.status, error.type, error.path) == (400, "invalid_request", "$.nun_samples")
+    lost = trainer.task("lost") | {"runtime": {"image": NO_IMAGE}}
+    with pytest.raises(ClientError, match=f"runtime.image: no image is called {NO_IMAGE}") as no_image:
+        client.submit(lost)
+    assert (no_image.value.status, no_image.value.path) == (400, "$.runtime.image")
     for ask in (client.task, client.task_status, client.cancel):
         with pytest.raises(ClientError, match="no task 'none'") as missing:
             ask("none")

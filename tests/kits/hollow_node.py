@@ -79,9 +79,15 @@ class HollowRuntimes(fakes_runtime.MemoryRuntimes):
         self.opened.remove(runtime)
 
 
-@define(eq=False)
+NO_IMAGE = "localhost/none/such"
+
+
 class HollowImages:
-    """Every image is there."""
+    """Every image is there but NO_IMAGE."""
+
+    async def refusal(self, name: str) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return f"no image is called {name}" if name == NO_IMAGE else None
 
     async def ensure(self, name: str) -> None:
         await trio.lowlevel.checkpoint()

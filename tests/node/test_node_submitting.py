@@ -1,13 +1,17 @@
-"""A task that is submitted again: the same answer, or 409."""
+"""A task that is submitted again: the same answer, or 409. One whose image is nowhere: refused."""
 
 from pathlib import Path
 
 import attrs
 import pytest
+import trio
+from hollow_node import NO_IMAGE, open_hollow
 from journal_samples import make_spec
 
-from polarnode.core.errors import Conflict
+from polarnode.core.errors import Conflict, Refused
+from polarnode.core.task import RuntimeSpec
 from polarnode.journal.journal import open_journal
+from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 
 
@@ -27,3 +31,32 @@ async def test_a_key_stands_for_one_task_id(tmp_path: Path) -> None:
         with pytest.raises(Conflict, match="another body"):
             await node._existing(attrs.evolve(spec, instruction="do that"), "key")
         assert await node._existing(attrs.evolve(spec, task_id="second"), "another") is None
+
+
+class NoImages:
+    """A store that lost every image."""
+
+    async def refusal(self, name: str) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return f"no image is called {name}"
+
+    async def ensure(self, name: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def test_a_task_without_an_image_is_refused_and_one_that_was_taken_is_not(tmp_path: Path) -> None:
+    config = NodeConfig(engine="simulated", port=0, state_dir=str(tmp_path / "state"))
+    there, lost = (RuntimeSpec(image=name) for name in ("localhost/mine:1", NO_IMAGE))
+    async with open_hollow(config) as (node, _):
+        with pytest.raises(
+            Refused, match=r"^runtime\.image: no image is called localhost/none/such"
+        ) as caught:
+            await node.submit(make_spec(task_id="lost", runtime=lost), idempotency_key=None)
+        assert caught.value.path == "$.runtime.image"
+        assert await node.journal.task("lost") is None, "nothing of it was taken"
+        taken = await node.submit(make_spec(task_id="t", runtime=there), idempotency_key=None)
+        node.images = NoImages()
+        again = await node.submit(make_spec(task_id="t", runtime=there), idempotency_key=None)
+        assert again == attrs.evolve(taken, created=False)
+        with pytest.raises(Refused, match="no image is called localhost/mine:1"):
+            await node.submit(make_spec(task_id="u", runtime=there), idempotency_key=None)
