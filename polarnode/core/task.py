@@ -35,7 +35,7 @@ class HarnessSpec:
     harnesses that support them.
     """
 
-    name: str = field(default="shell", metadata={"shorthand": True})
+    name: str = field(default="shell", metadata={"shorthand": str})
     import_path: str | None = None
     version: str | None = None
     model_name: str | None = None
@@ -213,6 +213,40 @@ class GroupSpec:
 
 
 @frozen(kw_only=True)
+class SnapshotSpec:
+    """At which of a session's turns its writable files are kept, from which it can be forked. A call waits
+    while its snapshot is taken; only one of the main agent's that is the only one in progress has one.
+
+    In JSON and TOML a list stands for `turns` alone: `[3, 7]`.
+
+    * `turns`: before these turns, by their index, from 0.
+    * `every`: before a turn that is at least so many turns after the last snapshot.
+    * `tool_calls`: before the turn that makes the m-th tool call of the main agent, counted from 1.
+    * `entropy`: before turns whose sampled tokens have a mean of -logprob of at least this, in nats.
+    * `max_mb`: the most MiB of content in one; a session with more has none.
+    * `keep`: the most of one session; beyond it the oldest that `turns` does not name is removed.
+    """
+
+    turns: tuple[int, ...] = field(default=(), metadata={"shorthand": list})
+    every: int | None = None
+    tool_calls: tuple[int, ...] = ()
+    entropy: float | None = None
+    # a home and a repository with its build; what is larger would be held for more than some seconds
+    max_mb: int = 256
+    keep: int = 16  # a tree of 16 branch points; 4 GiB of disk where each is as large as it may be
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any rule asks for one."""
+        return self.provisional or bool(self.turns) or self.every is not None
+
+    @property
+    def provisional(self) -> bool:
+        """Whether some are decided only once their turn has ended, so that one is taken at each call."""
+        return bool(self.tool_calls) or self.entropy is not None
+
+
+@frozen(kw_only=True)
 class TaskSpec:
     """One task: `num_samples` sessions of the same harness on the same instruction, which form a group.
     `requires`: labels that the node that runs it has, `model` and `node` among them.
@@ -235,6 +269,7 @@ class TaskSpec:
     carry: CarrySpec = field(factory=CarrySpec)
     adapter: str = ""  # the name of the LoRA adapter that its calls are sampled by; "" for the base alone
     group: GroupSpec = field(factory=GroupSpec)
+    snapshot_at: SnapshotSpec = field(factory=SnapshotSpec)
     callback_url: str | None = None  # each event of the task is sent to this URL by POST until it is accepted
     # the body of the POST: `event`, the event as on the stream, or a format that the node registered
     callback_format: str = "event"

@@ -462,19 +462,20 @@ class ModelCall:
         )
 
     async def _render(self, plan: Plan) -> PromptRendered | RequestRefused:
-        history = None if plan.parent is None else self.incoming.session.lineages.history(plan)
+        session = self.incoming.session
+        history = None if plan.parent is None else session.lineages.history(plan)
         try:
             rendered = await self.model.prompt(
                 self.incoming.request.conversation,
                 plan.new,
                 history,
-                threads=self.incoming.session.threads,
+                threads=session.threads,
             )
-            self.incoming.session.hold_prompt(
-                self._scope, len(rendered.prompt), context_length=self.model.context_length
-            )
+            session.hold_prompt(self._scope, len(rendered.prompt), context_length=self.model.context_length)
         except (Refused, Busy) as error:
             return RequestRefused(error=error)
+        if session.on_held is not None:
+            await session.on_held(plan, self.incoming.request)
         return rendered
 
     async def _generate_beside(

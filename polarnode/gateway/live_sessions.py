@@ -8,7 +8,7 @@ session its key is refused as ended, not as unknown. Every table here has a limi
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from sys import getsizeof
 from typing import Final, Literal
@@ -16,7 +16,7 @@ from typing import Final, Literal
 import trio
 from attrs import define, field, frozen
 
-from polarnode.core.conversation import Json, Message, Sampling
+from polarnode.core.conversation import Json, Message, ModelRequest, Sampling
 from polarnode.core.errors import Busy
 from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
@@ -24,7 +24,7 @@ from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import UndeliveredResponse
 from polarnode.gateway.known_histories import KnownHistories
 from polarnode.gateway.machine import SESSION_OVER
-from polarnode.merge.attach import RESUMED
+from polarnode.merge.attach import RESUMED, Plan
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras
 from polarnode.providers.contract import Fault
@@ -217,7 +217,8 @@ class LiveSession:
     writes a turn to the journal synchronously.
 
     `on_spent` is called once, when the first call is refused because the budget of turns, tokens or repeats
-    is spent; `spent_clock` then names that budget.
+    is spent; `spent_clock` then names that budget. `on_held` is awaited for each call once its prompt is
+    rendered, before the engine is asked: the harness waits meanwhile. It raises nothing of its own.
     """
 
     session_id: str
@@ -227,6 +228,7 @@ class LiveSession:
     budgets: Budgets
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    on_held: Callable[[Plan, ModelRequest], Awaitable[None]] | None = field(default=None, kw_only=True)
     adapter: str = field(default="", kw_only=True)  # the name of the adapter that samples; "" for the base
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
     tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's, over all sessions

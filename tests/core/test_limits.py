@@ -17,7 +17,8 @@ from polarnode.core.codec.limits import (
     value_fault,
     values_exceed,
 )
-from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, read_toml_value, task_json
+from polarnode.core.codec.task_toml import read_toml_value
+from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, task_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import MESSAGE_CHARS, Refused
 from polarnode.core.task import TaskSpec

@@ -8,18 +8,27 @@ from hypothesis import strategies as st
 
 from polarnode.core.codec import dump_json, read_json
 from polarnode.core.codec.limits import MAX_LABELS
+from polarnode.core.codec.task_toml import read_toml_value
 from polarnode.core.codec.tasks import (
     file_bytes,
     first_broken,
     read_capture,
     read_task,
-    read_toml_value,
     sampling_rules,
     task_json,
 )
 from polarnode.core.conversation import Json, Sampling
 from polarnode.core.errors import Refused
-from polarnode.core.task import Budgets, CarrySpec, FileSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
+from polarnode.core.task import (
+    Budgets,
+    CarrySpec,
+    FileSpec,
+    HarnessSpec,
+    PrepareStep,
+    RuntimeSpec,
+    SnapshotSpec,
+    TaskSpec,
+)
 
 LEAST: dict[str, Json] = {"instruction": "fix the bug", "harness": {"name": "pi"}}
 
@@ -185,6 +194,14 @@ def place(fields: dict[str, Any], path: str, value: Any) -> dict[str, Json]:
         ("carry.top_logprobs", 21, "$.carry.top_logprobs", "0 to 20, not 21"),
         ("carry.routed_experts", 1, "$.carry.routed_experts", "true or false"),
         ("carry.routed_expert", True, "$.carry.routed_expert", "did you mean routed_experts?"),
+        ("snapshot_at", 3, "$.snapshot_at", "must be a list of turns or an object, not a number"),
+        ("snapshot_at", [0, -1], "$.snapshot_at.turns[1]", "0 to 2.14748e+09, not -1"),
+        ("snapshot_at.tool_calls", [0], "$.snapshot_at.tool_calls[0]", "must be 1 to"),
+        ("snapshot_at.every", 0, "$.snapshot_at.every", "must be 1 to"),
+        ("snapshot_at.entropy", -0.5, "$.snapshot_at.entropy", "0 to 100, not -0.5"),
+        ("snapshot_at.max_mb", 2000, "$.snapshot_at.max_mb", "1 to 1024, not 2000"),
+        ("snapshot_at.keep", 0, "$.snapshot_at.keep", "1 to 256"),
+        ("snapshot_at", {"turns": [1, 2], "keep": 1}, "$.snapshot_at.turns", "names 2 turns, and keep is 1"),
         ("sampling.temperature", -0.1, "$.sampling.temperature", "0 to 100"),
         ("sampling.top_p", 0, "$.sampling.top_p", "at most 1"),
         ("sampling.top_k", 0, "$.sampling.top_k", "-1 for all"),
@@ -200,6 +217,32 @@ def test_what_can_not_be_is_refused_where_it_stands(at: str, value: Any, path: s
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("runtime", "words"),
+    [
+        ({"read_only": False}, "leave read_only true"),
+        ({"writable": ["/srv", "//"]}, "name no / in writable"),
+        ({"volumes": [{"source": "/a", "target": "/data", "write": True}]}, "the volume /data: set write ="),
+    ],
+)
+def test_a_snapshot_of_what_no_archive_holds_is_refused(runtime: dict[str, Json], words: str) -> None:
+    task = LEAST | {"runtime": runtime}
+    assert not read_task(task).snapshot_at.wanted
+    with pytest.raises(Refused, match=words) as caught:
+        read_task(task | {"snapshot_at": [1]})
+    assert caught.value.path == "$.snapshot_at"
+
+
+def test_a_list_is_short_for_the_turns_of_snapshots() -> None:
+    spec = read_task(LEAST | {"snapshot_at": [3, 0]}).snapshot_at
+    assert spec == SnapshotSpec(turns=(3, 0))
+    assert (spec.wanted, spec.provisional) == (True, False)
+    assert not SnapshotSpec().wanted
+    assert SnapshotSpec(every=2).wanted
+    for rule in (SnapshotSpec(entropy=0.0), SnapshotSpec(tool_calls=(1,))):
+        assert (rule.wanted, rule.provisional) == (True, True)
+
+
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,20}", fullmatch=True)
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(str.strip)
 FILES = st.builds(
@@ -213,6 +256,7 @@ SAMPLINGS = st.builds(
 )
 SPECS = st.builds(
     TaskSpec,
+    snapshot_at=st.builds(SnapshotSpec, turns=st.lists(st.integers(0, 9), max_size=3).map(tuple)),
     instruction=TEXTS,
     task_id=st.none() | NAMES,
     num_samples=st.integers(1, 4096),

@@ -35,6 +35,7 @@ from polarnode.core.task import (
     McpServerSpec,
     PrepareStep,
     RuntimeSpec,
+    SnapshotSpec,
     TaskSpec,
     VolumeSpec,
 )
@@ -73,6 +74,7 @@ SPECS = (
     Sampling,
     CarrySpec,
     GroupSpec,
+    SnapshotSpec,
     CaptureSpec,
     CaptureEnd,
 )

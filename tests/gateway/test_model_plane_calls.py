@@ -18,12 +18,13 @@ from plane_kit import CONTEXT, Asgi, HandEngine, answers, new_session, prompts, 
 from providers_kit import a_call
 from tokens_kit import model
 
-from polarnode.core.conversation import Constraint, Sampling
+from polarnode.core.conversation import Constraint, ModelRequest, Sampling
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.task import BuilderSpec
 from polarnode.gateway.call import Incoming
 from polarnode.gateway.machine import resumable
+from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
 from polarnode.providers.anthropic import ANTHROPIC
@@ -69,6 +70,29 @@ async def ask(app: Any, path: str, asked: bytes) -> Asgi:
     asgi = Asgi()
     await asgi.request(app, path, asked)
     return asgi
+
+
+async def test_a_call_is_held_once_it_is_rendered_and_before_the_engine_is_asked(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    engine = scripted("One.", "Two.")
+    here = stage(engine)
+    held: list[tuple[int, str, int, int]] = []
+
+    async def hold(plan: Plan, request: ModelRequest) -> None:
+        text = request.conversation.messages[-1].text
+        held.append((plan.index, text, here.s1.in_flight, len(engine.orders)))
+        await trio.sleep(5)
+
+    here.s1.on_held = hold
+    began = trio.current_time()
+    await ask(here.app, CHAT, body())
+    assert trio.current_time() - began >= 5
+    await ask(here.app, CHAT, b'{"model": "m"}')
+    here.s1.on_held = None
+    await ask(here.app, CHAT, body())
+    assert held == [(0, "hi", 1, 0)], "a refused request is not held, nor one of a session without a hook"
+    assert len(here.turns) == 2
 
 
 # ── several answers ───────────────────────────────────────────────────────────

@@ -25,6 +25,7 @@ TASKS: tuple[dict[str, Any], ...] = (
         "budgets": {"init_s": 60, "run_s": 60.5, "post_s": 60, "max_turns": 5, "max_tokens": 1000, "max_repeats": 4, "retries": 1},
         "sampling": {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_tokens": 10, "stop": ["x"], "seed": 1},
         "carry": {"top_logprobs": 2},
+        "snapshot_at": {"turns": [1], "every": 2, "tool_calls": [3], "entropy": 0.5, "max_mb": 64, "keep": 4},
         "group": {"early_stop_min": 2, "min_usable": 1, "max_staleness": 3},
         "callback_url": "http://127.0.0.1:1/x",
         "metadata": {"a": {"b": [1, 2.5, None, "c"]}},

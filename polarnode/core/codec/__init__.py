@@ -7,13 +7,13 @@ nowhere else.
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.codec.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
+from polarnode.core.codec.task_toml import read_toml_value
 from polarnode.core.codec.tasks import (
     file_bytes,
     in_workdir,
     read_capture,
     read_capture_end,
     read_task,
-    read_toml_value,
     task_json,
 )
 from polarnode.core.codec.trajectories import Turns, read_trajectory, trajectory_json, turns_json

@@ -206,9 +206,12 @@ def _each(items: Any, hook: Hook, inner: Any, shape: Any) -> list[Any]:
     return found
 
 
-def shorthand_of(cls: Any) -> str | None:
-    """The field that a text in place of the object stands for, by its metadata: "pi" for {"name": "pi"}."""
-    return next((each.name for each in attrs.fields(cls) if "shorthand" in each.metadata), None)
+def shorthand_of(cls: Any) -> tuple[str, type] | None:
+    """The field that a text or a list in place of the object stands for, by its metadata, and which of the
+    two: "pi" for {"name": "pi"}.
+    """
+    found = ((each.name, each.metadata.get("shorthand")) for each in attrs.fields(cls))
+    return next(((name, kind) for name, kind in found if kind is not None), None)
 
 
 def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None = None) -> Hook:
@@ -220,13 +223,14 @@ def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None 
     }
     hook = make_dict_structure_fn(cls, converter, **overrides)  # type: ignore[arg-type]
     groups = tuple(dict.fromkeys(key.partition(".")[0] for key in keys.values() if key and "." in key))
-    shorthand = shorthand_of(cls)
+    name, short = shorthand_of(cls) or ("", None)
+    shorter = "" if short is None else f"a list of {name} or " if short is list else f"a {name} or "
 
     def structure_class(value: Any, shape: Any) -> Any:
-        if shorthand is not None and isinstance(value, str):
-            value = {shorthand: value}
+        if short is not None and isinstance(value, short):
+            value = {name: value}
         if not isinstance(value, dict):
-            raise misfit("an object" if shorthand is None else f"a {shorthand} or an object", value)
+            raise misfit(f"{shorter}an object", value)
         return hook(_flat(value, groups) if groups else value, shape)
 
     return structure_class

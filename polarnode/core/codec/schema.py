@@ -51,8 +51,8 @@ class Schemas:
         if (found := self.known.get(kind, _PLAIN.get(kind))) is not None:
             return dict(found)
         if attrs.has(kind):
-            whole = self._named(kind)
-            return {"anyOf": [{"type": "string"}, whole]} if self.suffix and shorthand_of(kind) else whole
+            whole, short = self._named(kind), shorthand_of(kind)
+            return {"anyOf": [self.of(_hints(kind)[short[0]]), whole]} if self.suffix and short else whole
         return self._composed(kind, get_origin(kind), get_args(kind))
 
     def _composed(self, kind: Any, origin: Any, parts: tuple[Any, ...]) -> Schema:

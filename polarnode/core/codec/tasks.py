@@ -1,4 +1,4 @@
-"""Tasks from JSON or TOML and back, captures from JSON, and the rules beyond types: ranges, names, paths.
+"""Tasks from JSON and back, captures from JSON, and the rules beyond types: ranges, names, paths.
 
 Each refusal names the field and what to write instead. A spec that passes here can start, unless the machine
 itself lacks something. Unknown fields are refused, because a misspelt budget that is silently ignored costs a
@@ -7,12 +7,11 @@ what to write instead).
 """
 
 import re
-import tomllib
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from binascii import Error as Base64Error
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import date, datetime, time
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from posixpath import normpath
+from typing import NamedTuple
 
 from polarnode.core.codec import limits
 from polarnode.core.codec.json import child, plain, structure, subject
@@ -32,6 +31,7 @@ from polarnode.core.task import (
     McpServerSpec,
     PrepareStep,
     RuntimeSpec,
+    SnapshotSpec,
     TaskSpec,
 )
 
@@ -51,6 +51,10 @@ REPEATS = (2, 1_000)
 MAX_RETRIES = 10  # more would hide a broken machine for hours
 MAX_PARTS = 32  # evaluators of one session: they run one after another in one post budget
 MAX_EVALUATED = 10_000  # sessions of one evaluation: a night's work, and a megabyte of ids
+# MiB of one snapshot: a gigabyte takes the ten seconds that a call may be held (rollouts/snapshots.py)
+SNAPSHOT_MB = 1024
+SNAPSHOTS = 256  # of one session: each is a file of up to max_mb, and a group has many sessions
+MAX_ENTROPY = 100.0  # nats; the logarithm of a vocabulary's size is at most 13
 MAX_TOP_LOGPROBS = 20  # the most alternatives for each token, as OpenAI and Google allow
 # stands in a URL path, a container label and an SSE filter unescaped
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -89,6 +93,7 @@ def task_rules(spec: TaskSpec) -> Iterator[Rule]:
     yield from _runtime_rules(spec.runtime)
     yield from _evaluator_rules(spec.evaluator)
     yield from _group_rules(spec.group, spec.num_samples)
+    yield from _snapshot_rules(spec.snapshot_at, spec.runtime)
     if spec.callback_url is not None:
         yield from _url_rules(spec.callback_url, "$.callback_url")
 
@@ -148,6 +153,29 @@ def _carry_rules(carry: CarrySpec) -> Iterator[Rule]:
     yield Rule(
         0 <= top <= MAX_TOP_LOGPROBS, "$.carry.top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}, not {top}"
     )
+
+
+def _snapshot_rules(spec: SnapshotSpec, runtime: RuntimeSpec) -> Iterator[Rule]:
+    at, named = "$.snapshot_at", len(set(spec.turns))
+    numbers = (
+        *((f"turns[{index}]", turn, 0, limits.COUNT) for index, turn in enumerate(spec.turns)),
+        *((f"tool_calls[{index}]", call, 1, limits.COUNT) for index, call in enumerate(spec.tool_calls)),
+        ("every", spec.every, 1, limits.COUNT),
+        ("entropy", spec.entropy, 0, MAX_ENTROPY),
+        ("max_mb", spec.max_mb, 1, SNAPSHOT_MB),
+        ("keep", spec.keep, 1, SNAPSHOTS),
+    )
+    for name, value, low, high in numbers:
+        right = value is None or low <= value <= high
+        yield Rule(right, f"{at}.{name}", f"must be {low} to {high:g}, not {value}")
+    yield Rule(named <= spec.keep, f"{at}.turns", f"names {named} turns, and keep is {spec.keep}: raise keep")
+    if spec.wanted:
+        sealed = runtime.read_only and all(normpath(place).strip("/") for place in runtime.writable)
+        why = "has what is writable while the harness runs: leave read_only true, and name no / in writable"
+        yield Rule(sealed, at, f"cannot keep a whole root; a snapshot {why}")
+        written = next((volume.target for volume in runtime.volumes if volume.write), None)
+        outside = f"cannot keep what is written to the volume {written}: set write = false there"
+        yield Rule(written is None, at, outside)
 
 
 def adapter_rules(name: str, path: str) -> Iterator[Rule]:
@@ -532,69 +560,3 @@ def task_json(spec: TaskSpec) -> dict[str, Json]:
     """Write `spec` as JSON with every default; `read_task` of it equals `spec`."""
     found: dict[str, Json] = plain(spec)
     return found
-
-
-# ── TOML: the same shape, and two conveniences for a folder of files ──────────
-
-
-def read_toml_value(text: str, *, read_file: Callable[[str], bytes] | None = None) -> dict[str, Json]:
-    """Read a TaskSpec written in TOML, whole or partial, and return its JSON.
-
-    With `read_file` (a path as written → bytes), `instruction_file = "task.md"` stands for the instruction
-    and `source = "tests/x.py"` of a `[[runtime.files]]` for its content, so that a task can be a folder. This
-    module opens no files.
-    """
-    try:
-        value = tomllib.loads(text)
-        _refuse_dates(value, "$")
-    except ValueError as error:  # also an integer of thousands of digits
-        raise Refused(f"the task is not TOML: {error}") from None
-    except RecursionError:
-        raise Refused("the task is nested too deeply to be read: flatten it") from None
-    return _with_files(value, read_file) if read_file is not None else value
-
-
-def _refuse_dates(value: Any, path: str) -> None:
-    if isinstance(value, date | datetime | time):
-        raise Refused(f"{subject(path)} is a TOML date: write it as a string", path=path)
-    if isinstance(value, dict):
-        for key, part in value.items():
-            _refuse_dates(part, child(path, key))
-    if isinstance(value, list):
-        for index, part in enumerate(value):
-            _refuse_dates(part, child(path, index))
-
-
-def _with_files(value: dict[str, Any], read_file: Callable[[str], bytes]) -> dict[str, Any]:
-    task = dict(value)
-    name = task.pop("instruction_file", None)
-    if name is not None:
-        task["instruction"] = _decoded(read_file(_name(name, "$.instruction_file")), "$.instruction_file")
-    runtime = task.get("runtime")
-    if isinstance(runtime, dict) and isinstance(runtime.get("files"), list):
-        files = [
-            _with_content(file, f"$.runtime.files[{index}]", read_file)
-            for index, file in enumerate(runtime["files"])
-        ]
-        task["runtime"] = {**runtime, "files": files}
-    return task
-
-
-def _with_content(file: Any, path: str, read_file: Callable[[str], bytes]) -> Any:
-    if not isinstance(file, Mapping) or "source" not in file:
-        return file
-    rest = {key: value for key, value in file.items() if key != "source"}
-    return {**rest, "base64": b64encode(read_file(_name(file["source"], f"{path}.source"))).decode()}
-
-
-def _name(value: object, path: str) -> str:
-    if not isinstance(value, str):
-        raise Refused(f"{subject(path)} must be a file's path, as a string", path=path)
-    return value
-
-
-def _decoded(content: bytes, path: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        raise Refused(f"{subject(path)} names a file that is not UTF-8 text", path=path) from None
