@@ -17,21 +17,23 @@ $bin/mypy
 step import contracts
 $bin/lint-imports
 step tests
-rm -f .coverage .coverage.*
+coverage=$(mktemp -d)
+trap 'rm -rf "$coverage"' EXIT
+tests() { # FILE PYTEST_ARGUMENT…
+  $bin/python -m slipcover --source polarnode --json --out "$coverage/$1" -m pytest "${@:2}"
+}
 if [ $# -gt 0 ]; then
-  $bin/coverage run -m pytest "$@"
+  tests all.json "$@"
 else
   # Two halves side by side: most tests of the first wait for engines, containers and processes. The second's output is printed after the first's.
   first=(tests/live tests/hostile tests/recovery tests/containers tests/fleet)
-  second=$(mktemp)
-  $bin/coverage run -m pytest "${first[@]/#/--ignore=}" >"$second" 2>&1 &
+  tests second.json "${first[@]/#/--ignore=}" >"$coverage/second" 2>&1 &
   pid=$!
-  trap 'kill $pid 2>/dev/null || true; rm -f "$second"' EXIT
+  trap 'kill $pid 2>/dev/null || true; rm -rf "$coverage"' EXIT
   failed=0
-  $bin/coverage run -m pytest "${first[@]}" || failed=1
+  tests first.json "${first[@]}" || failed=1
   wait $pid || failed=1
-  cat "$second"
+  cat "$coverage/second"
   [ $failed = 0 ] || exit 1
 fi
-$bin/coverage combine --quiet
-$bin/coverage report --fail-under=85
+$bin/python -m slipcover --merge "$coverage"/*.json --out "$coverage/merged" --skip-covered --fail-under 85
