@@ -25,6 +25,17 @@ APIS = ("anthropic",)
 
 def launch(order: HarnessOrder) -> Launch:
     """`claude -p INSTRUCTION` with all permissions granted: the container is the sandbox."""
+    return _launch(order)
+
+
+def resume(order: HarnessOrder) -> Launch:
+    """The same with `--continue`: the newest conversation of the workdir, with the system prompt that it kept
+    of it.
+    """
+    return _launch(order, "--continue")
+
+
+def _launch(order: HarnessOrder, *flags: str) -> Launch:
     only_settings(order.settings, ("api", "bare"))
     choice(order.settings, "api", APIS)
     servers = f"{order.home}/.claude/mcp-servers.json"
@@ -32,7 +43,7 @@ def launch(order: HarnessOrder) -> Launch:
     mcp = ("--mcp-config", servers, "--strict-mcp-config") if order.mcp_servers else ()
     fixed = ("--dangerously-skip-permissions", "--output-format", "stream-json", "--verbose")
     return Launch(
-        argv=("claude", *bare, *mcp, *fixed, "-p", argument(order.instruction, special=("-", "/"))),
+        argv=("claude", *flags, *bare, *mcp, *fixed, "-p", argument(order.instruction, special=("-", "/"))),
         env=environment(order, _own(order)),
         files={**({servers: _servers(order)} if mcp else {}), **skill_files(order, ".claude/skills")},
     )
@@ -75,4 +86,5 @@ HARNESS = Harness(
     apis=APIS,
     mcp_servers=True,
     skills=True,
+    resume=resume,
 )

@@ -29,11 +29,20 @@ COMPACT_AT = 0.8
 
 def launch(order: HarnessOrder) -> Launch:
     """`codex exec -- INSTRUCTION` with all permissions granted: the container is the sandbox."""
+    return _launch(order, ("exec",))
+
+
+def resume(order: HarnessOrder) -> Launch:
+    """`codex exec resume --last -- INSTRUCTION`: the newest conversation of the workdir."""
+    return _launch(order, ("exec", "resume", "--last"))
+
+
+def _launch(order: HarnessOrder, command: tuple[str, ...]) -> Launch:
     only_settings(order.settings, ("api",))
     choice(order.settings, "api", APIS)
     argv = (
         "codex",
-        "exec",
+        *command,
         "--dangerously-bypass-approvals-and-sandbox",
         "--skip-git-repo-check",
         "--json",
@@ -80,5 +89,12 @@ def _server(server: McpServerSpec) -> dict[str, Json]:
 
 
 HARNESS = Harness(
-    name="codex", version=VERSION, image="codex", launch=launch, apis=APIS, mcp_servers=True, skills=True
+    name="codex",
+    version=VERSION,
+    image="codex",
+    launch=launch,
+    apis=APIS,
+    mcp_servers=True,
+    skills=True,
+    resume=resume,
 )

@@ -38,6 +38,10 @@ class Harness:
     `apis` are the values of its setting `api`, the default first. `exit_code_honest` is False if the program
     may exit with 0 without having done anything, or with 1 after its work is done: then the session's turns
     decide (`exit_outcome`).
+
+    `resume` launches it with the same settings, files and environment in the home and workdir that a session
+    of its own left, so that it goes on with that conversation; the order's instruction is the message that it
+    then adds. None: its pinned version cannot, or its first request is another than the session's next.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Harness:
     exit_code_honest: bool = True
     mcp_servers: bool = False
     skills: bool = False
+    resume: Callable[[HarnessOrder], Launch] | None = None
 
 
 def model_name(order: HarnessOrder) -> str:

@@ -34,6 +34,15 @@ RESERVE_TOKENS, RECENT_TOKENS = 16384, 20000
 
 def launch(order: HarnessOrder) -> Launch:
     """`pi -p INSTRUCTION` with one provider, `local`, in its models file."""
+    return _launch(order)
+
+
+def resume(order: HarnessOrder) -> Launch:
+    """The same in the newest conversation of the workdir, which it then continues."""
+    return _launch(order, "--continue")
+
+
+def _launch(order: HarnessOrder, *flags: str) -> Launch:
     only_settings(order.settings, ("api",))
     name, folder = model_name(order), f"{order.home}/.pi/agent"
     own = {
@@ -43,7 +52,7 @@ def launch(order: HarnessOrder) -> Launch:
         "PI_TELEMETRY": "0",
     }
     return Launch(
-        argv=("pi", "-p", argument(order.instruction), "--provider", "local", "--model", name),
+        argv=("pi", *flags, "-p", argument(order.instruction), "--provider", "local", "--model", name),
         env=environment(order, own),
         files={
             f"{folder}/models.json": json_bytes(_models(order, name)),
@@ -85,5 +94,12 @@ def _models(order: HarnessOrder, name: str) -> dict[str, Json]:
 
 
 HARNESS = Harness(
-    name="pi", version=VERSION, image="pi", launch=launch, apis=APIS, exit_code_honest=False, skills=True
+    name="pi",
+    version=VERSION,
+    image="pi",
+    launch=launch,
+    apis=APIS,
+    exit_code_honest=False,
+    skills=True,
+    resume=resume,
 )

@@ -345,6 +345,32 @@ def test_claude_code_can_be_bare() -> None:
     assert "--bare" not in claude_code.launch(order()).argv
 
 
+RESUMES = {
+    "claude_code": ("--continue",),
+    "codex": ("resume", "--last"),
+    "pi": ("--continue",),
+}
+
+
+def test_some_harnesses_can_be_resumed() -> None:
+    assert {name for name, each in harnesses.HARNESSES.items() if each.resume is not None} == set(RESUMES)
+
+
+@pytest.mark.parametrize(("name", "words"), RESUMES.items())
+def test_a_resumed_harness_has_the_same_files_and_environment_and_some_words_more(
+    name: str, words: tuple[str, ...]
+) -> None:
+    resume = harnesses.HARNESSES[name].resume
+    assert resume is not None
+    given = order(skills={"fly": "How to fly."}, instruction="Go on.")
+    resumed, launch = resume(given), harnesses.HARNESSES[name].launch(given)
+    assert (resumed.files, resumed.env, resumed.stdin) == (launch.files, launch.env, launch.stdin)
+    assert sorted(resumed.argv) == sorted((*launch.argv, *words))
+    place = resumed.argv.index(words[0])
+    assert resumed.argv[place : place + len(words)] == words
+    assert resumed.argv[:place] + resumed.argv[place + len(words) :] == launch.argv
+
+
 def test_the_openhands_runner_is_python() -> None:
     compile(openhands_sdk.RUNNER, "run.py", "exec")
 
