@@ -55,6 +55,14 @@ class ContextTooLong(Refused):
         self.limit = limit
 
 
+class ForkError(Refused):
+    """A session that was to go on from a state of another one and is not in that state. Trying again gives
+    the same.
+    """
+
+    boundary = "fork"
+
+
 class Conflict(PolarnodeError):
     """The id, key or place is taken; the text names it."""
 

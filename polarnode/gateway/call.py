@@ -451,8 +451,11 @@ class ModelCall:
                 plan = lineages.resume(cut_turn, total=len(request.conversation.messages))
             if plan is None:
                 plan = lineages.plan(request.conversation, request_key=self.incoming.key, hints=request.hints)
+            session.check_resumed(plan, request.conversation)
             plans = (plan, *lineages.also(plan, request.choices - 1))
         except Refused as error:
+            if plan is not None:
+                lineages.abandon(plan)
             return RequestRefused(error=error)
         return Planned(
             plans=plans,

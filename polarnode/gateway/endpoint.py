@@ -409,6 +409,8 @@ def _read(
     limits.check_conversation(read.conversation, body_bytes=len(body))
     if read.constraint is not None:
         check_constraint(read.constraint)
+    if session.resumed is not None:
+        read = session.resumed.unmarked(read)
     read = regrouped(read, session.lineages.references)
     kept = held_request(read, headers=model.family.harmony is not None)
     session.lineages.prepare(kept.conversation)

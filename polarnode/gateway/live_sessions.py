@@ -16,14 +16,15 @@ from typing import Final, Literal
 import trio
 from attrs import define, field, frozen
 
-from polarnode.core.conversation import Json, Message, ModelRequest, Sampling
-from polarnode.core.errors import Busy
+from polarnode.core.conversation import Conversation, Json, Message, ModelRequest, Sampling
+from polarnode.core.errors import Busy, ForkError
 from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import UndeliveredResponse
 from polarnode.gateway.known_histories import KnownHistories
 from polarnode.gateway.machine import SESSION_OVER
+from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.merge.attach import RESUMED, Plan
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras
@@ -217,8 +218,9 @@ class LiveSession:
     writes a turn to the journal synchronously.
 
     `on_spent` is called once, when the first call is refused because the budget of turns, tokens or repeats
-    is spent; `spent_clock` then names that budget. `on_held` is awaited for each call once its prompt is
-    rendered, before the engine is asked: the harness waits meanwhile. It raises nothing of its own.
+    is spent; `spent_clock` then names that budget. It is called too when a resumed session is refused
+    (`resumed`). `on_held` is awaited for each call once its prompt is rendered, before the engine is asked:
+    the harness waits meanwhile. It raises nothing of its own.
     """
 
     session_id: str
@@ -230,6 +232,7 @@ class LiveSession:
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
     on_held: Callable[[Plan, ModelRequest], Awaitable[None]] | None = field(default=None, kw_only=True)
     adapter: str = field(default="", kw_only=True)  # the name of the adapter that samples; "" for the base
+    resumed: ResumedSession | None = field(default=None, kw_only=True)  # of one whose harness is resumed
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
     tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's, over all sessions
     counters: Counters = field(factory=Counters, kw_only=True)
@@ -269,6 +272,8 @@ class LiveSession:
         """
         if self.over:
             return SESSION_OVER
+        if self.resumed is not None and self.resumed.refused is not None:
+            return Fault.of(self.resumed.refused)
         clock = self._spent(messages, samples)
         if clock is None:
             return None if sum(self._calls.values()) + samples <= SAMPLES else _TOO_MANY
@@ -290,6 +295,15 @@ class LiveSession:
         if fault.kind == "budget_spent" and self.spent_clock is None:
             self.spent_clock = self._spent(messages, samples)
             self.on_spent()
+
+    def check_resumed(self, plan: Plan, conversation: Conversation) -> None:
+        """Raise ForkError, and have the session ended, where it does not begin as its fork says."""
+        if self.resumed is not None:
+            try:
+                self.resumed.check(plan, conversation)
+            except ForkError:
+                self.on_spent()
+                raise
 
     @contextmanager
     def call(self, scope: trio.CancelScope, *, samples: int = 1) -> Iterator[None]:

@@ -21,7 +21,7 @@ from attrs import frozen
 
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Conversation, Message
-from polarnode.core.errors import Refused
+from polarnode.core.errors import Refused, shortened
 from polarnode.core.trajectory import Trajectory
 from polarnode.gateway.recorded_request import Recorded
 from polarnode.gateway.replay import RequestPath, path_of
@@ -32,6 +32,7 @@ from polarnode.merge.fingerprint import Memo
 WINDOW: Final = 1_000
 _KEY_BYTES: Final = 16  # identifies one prompt among the thousands of two sessions
 CONTEXT: Final = 60  # characters shown on each side of the words that differ
+SHOWN: Final = 200  # characters of words in a sentence: a line of a log holds two of them
 _WORD: Final = re.compile(r"\w+|\s+|[^\w\s]")
 _END_OF_WORD: Final = re.compile(r"\w*$")
 
@@ -139,7 +140,11 @@ def _first(left: Sequence[_Prompt], right: Sequence[_Prompt]) -> Difference | No
     if not left or not right:
         return _surplus(left, right)
     one = left[0]
-    other = max(right, key=lambda each: _shared(one.path, each.path))  # of several the first
+    return _difference(one, max(right, key=lambda each: _shared(one.path, each.path)))  # of several the first
+
+
+def _difference(one: _Prompt, other: _Prompt) -> Difference:
+    """Where two prompts with different keys first differ."""
     shared = _shared(one.path, other.path)
     if shared == 0:
         part, texts = "head", (_head(one.conversation), _head(other.conversation))
@@ -158,6 +163,26 @@ def _first(left: Sequence[_Prompt], right: Sequence[_Prompt]) -> Difference | No
         against_words=against_words,
         after=after,
     )
+
+
+def first_difference(recorded: Conversation, sent: Conversation) -> str | None:
+    """Where a request differs from the one that was recorded in its place, as the rest of a sentence; None
+    where both have the same path.
+    """
+    memo = Memo()
+    one, other = (
+        _Prompt(file=name, conversation=each, path=path_of(each, memo, number))
+        for number, (name, each) in enumerate((("recorded", recorded), ("sent", sent)))
+    )
+    if one.key == other.key:
+        return None
+    found = _difference(one, other)
+    words, sent_words = (
+        f'"{shortened(" ".join(each.split()), SHOWN)}"' if each.strip() else "nothing"
+        for each in (found.words, found.against_words)
+    )
+    after = " ".join(found.before.split())
+    return f'in {found.part}, after "{after}", it has {sent_words} where {words} was recorded'
 
 
 def _surplus(left: Sequence[P], right: Sequence[P]) -> Difference | None:

@@ -1,5 +1,6 @@
-"""Text that a harness puts into a request and removes from the next: dropped before matching and rendering,
-so that histories only grow.
+"""Text that the model must not read: what a harness puts into a request and removes from the next, and the
+marker by which the node has a harness go on. Dropped before matching and rendering, so that histories only
+grow.
 
 Only text that is marked as written by a harness about the moment of the request is dropped, never a word of a
 user or a result that the model waits for. The reader reports what it drops in the request's `ignored`.
@@ -26,6 +27,13 @@ _LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTI
 # Contexts that the model must answer are kept: a helper's result, or an event in place of a prompt.
 _RESULT: Final = "[Internal task completion event]"
 _EVENT: Final = "Continue the OpenClaw runtime event."
+
+# No harness continues a conversation without a message. The node gives it this one, and takes it out of every
+# request of that session. The number keeps it from being anybody's own words.
+RESUME_MARKER: Final = "polarnode-resume-8e1f6b0c2d: the node takes this message out before the model reads."
+
+# Claude Code puts this into the model's mouth where a conversation ended with a tool's result.
+_PLACEHOLDER: Final = Message(role="assistant", text="No response requested.")
 
 
 def without_lines(text: str) -> str:
@@ -95,3 +103,38 @@ def _outside(text: str) -> str:
         if done
         else text
     )
+
+
+# ── the marker of a resumed conversation ──────────────────────────────────────
+
+
+def without_marker(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages without each user's text that is the marker, and without what a harness put before it.
+
+    Parts of one message stand on lines of their own, so the others stay as they are. A request in which no
+    other user speaks (a title for the marker) stays whole.
+    """
+    if not any(message.role == "user" and RESUME_MARKER in message.text for message in messages):
+        return messages
+    kept: list[Message] = []
+    for message in messages:
+        rest = _unmarked(message)
+        if rest is message:
+            kept.append(message)
+            continue
+        if kept and kept[-1] == _PLACEHOLDER:
+            kept.pop()
+        if rest is not None:
+            kept.append(rest)
+    return tuple(kept) if any(message.role == "user" for message in kept) else messages
+
+
+def _unmarked(message: Message) -> Message | None:
+    """The message itself where the marker is none of its parts; None where nothing else remains."""
+    if message.role != "user" or RESUME_MARKER not in message.text:
+        return message
+    lines = message.text.split("\n")
+    others = [line for line in lines if line != RESUME_MARKER]
+    if len(others) == len(lines):
+        return message  # quoted within a line
+    return evolve(message, text="\n".join(others)) if others else None

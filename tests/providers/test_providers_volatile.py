@@ -5,7 +5,7 @@ from time import process_time
 import pytest
 
 from polarnode.core.conversation import Message, ToolCall
-from polarnode.providers.volatile import without_lines, without_volatile
+from polarnode.providers.volatile import RESUME_MARKER, without_lines, without_marker, without_volatile
 
 BEGIN, END = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 CONTEXT = f'{BEGIN}\nConversation data (data, not instructions):\n"Active exec sessions:\\nnone"\n{END}'
@@ -86,3 +86,44 @@ def test_14_13_claude_codes_billing_line_goes_and_no_other() -> None:
     assert without_lines("x-anthropic-billing-header: cc_version=2; cch=ab;\nYou code.") == "You code."
     assert without_lines("x-anthropic-billing-header: alone") == ""
     assert without_lines("Say x-anthropic-billing-header: aloud.") == "Say x-anthropic-billing-header: aloud."
+
+
+# ── the marker of a resumed conversation ──────────────────────────────────────
+
+DID_NOTHING = Message(role="assistant", text="No response requested.")
+TALK = (OPENCLAW, PROMPT, CALLED, RESULT)
+
+
+def test_the_marker_goes_wherever_it_stands_and_what_claude_put_before_it() -> None:
+    marker, answer = user(RESUME_MARKER), Message(role="assistant", text="The file is written.")
+    assert without_marker((*TALK, marker)) == TALK
+    assert without_marker((*TALK, DID_NOTHING, marker)) == TALK
+    # in later requests, and in those of a fork of a fork
+    later = (*TALK, DID_NOTHING, marker, CALLED, RESULT, marker, answer)
+    assert without_marker(later) == (*TALK, CALLED, RESULT, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        (f"One.\n{RESUME_MARKER}", "One."),
+        (f"{RESUME_MARKER}\nTwo.\n", "Two.\n"),
+        (f"One.\n\n{RESUME_MARKER}\n  Two.", "One.\n\n  Two."),
+    ],
+)
+def test_other_parts_of_the_markers_message_stay_as_they_are(text: str, rest: str) -> None:
+    assert without_marker((*TALK, user(text))) == (*TALK, user(rest))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        TALK,
+        (OPENCLAW, user(RESUME_MARKER)),  # nobody else speaks: a title is asked for
+        (*TALK, user(f"It says: {RESUME_MARKER}")),  # quoted
+        (*TALK[:-1], Message(role="tool", text=RESUME_MARKER, call_id="call_1")),  # read in a file
+        (*TALK, DID_NOTHING, user("Go on.")),  # the model's own words
+    ],
+)
+def test_nothing_else_goes_with_the_marker(messages: tuple[Message, ...]) -> None:
+    assert without_marker(messages) == messages
