@@ -31,13 +31,21 @@ from polarnode.rollouts.machine_watch import LOOK_S
 from polarnode.rollouts.stage_limits import Bounds, Readings, Standing, State, begin, decide
 
 SHAPES: Final = Path(__file__).parent / "kv_shapes"
+Span = tuple[int, int]  # from, to
 P95: Final = 1.645  # standard deviations of a normal distribution
 WARM_UP: Final = 0.25
+LONGEST_TOOL_S: Final = 1200.0  # of a heavy tail: harnesses end a tool by then
 
 
 @frozen(kw_only=True)
 class Shape:
-    """What sessions are like; the fields are those of kv_shapes/base.toml."""
+    """What sessions are like; the fields with no default are those of kv_shapes/base.toml.
+
+    `slow_spread`: of slow tools, whose seconds then are lognormal around `slow_s` (sigma). `short_share`: of
+    groups, whose sessions have `short_turns` and `short_final_tokens`. `growth_per_hour`: sessions that are
+    wanted an hour later have so many times the turns and tokens. `burst_share`: of turns, after which not a
+    tool runs but `burst` sub-agents at once, each of `burst_turns` up to `burst_final_tokens`.
+    """
 
     group: int
     turns: tuple[int, int]
@@ -50,6 +58,15 @@ class Shape:
     slow_share: float
     slow_s: float
     harness_s: float
+    slow_spread: float = 0.0
+    short_share: float = 0.0
+    short_turns: tuple[int, int] = (1, 1)
+    short_final_tokens: tuple[int, int] = (0, 0)
+    growth_per_hour: float = 1.0
+    burst_share: float = 0.0
+    burst: tuple[int, int] = (0, 0)
+    burst_turns: tuple[int, int] = (1, 1)
+    burst_final_tokens: tuple[int, int] = (0, 0)
 
     @classmethod
     def read(cls, path: Path) -> "Shape":
@@ -59,19 +76,23 @@ class Shape:
     def mean_own(self) -> float:
         """Tokens that a session has for itself, on average over its life."""
         first = self.system_tokens + statistics.mean(self.task_tokens)
-        return (statistics.mean(self.final_tokens) - first) / 2
+        long = (1 - self.short_share) * statistics.mean(self.final_tokens)
+        return (long + self.short_share * statistics.mean(self.short_final_tokens) - first) / 2
 
     def tool_s(self, chance: random.Random) -> float:
         """Seconds between an answer and the next request."""
         if chance.random() < self.slow_share:
-            return self.slow_s + self.harness_s
+            tail = chance.lognormvariate(0.0, self.slow_spread) if self.slow_spread else 1.0
+            return min(self.slow_s * tail, LONGEST_TOOL_S) + self.harness_s
         spread = log(self.tool_p95_s / self.tool_median_s) / P95
         return chance.lognormvariate(log(self.tool_median_s), spread) + self.harness_s
 
 
 @define(eq=False)
 class Agent:
-    """A session: how it grows is drawn before it begins, so that every policy runs the same ones."""
+    """A session, or a sub-agent that its `parent` waits for: how it grows is drawn before it begins, so that
+    every policy runs the same ones.
+    """
 
     name: str
     number: int  # among all sessions, from 1
@@ -81,10 +102,20 @@ class Agent:
     samples: Sequence[int]
     tools: Sequence[float]
     first: int  # tokens that its group shares
+    parent: "Agent | None" = None
+    waits_for: int = 0
     began: float = 0.0
     turn: int = 0
     asked: float = 0.0
     sent: float = 0.0
+
+    @property
+    def session(self) -> str:
+        return self.name if self.parent is None else self.parent.name
+
+    @property
+    def chain(self) -> str:
+        return "main" if self.parent is None else self.name
 
 
 @define(eq=False)
@@ -105,6 +136,7 @@ class Run:
     _numbers: Any = field(factory=count, init=False)
     _waiting: deque[Agent] = field(factory=deque, init=False)
     _running: dict[str, Agent] = field(factory=dict, init=False)
+    _asking: dict[str, Agent] = field(factory=dict, init=False)
     _groups: int = field(default=0, init=False)
     _agents: Any = field(factory=lambda: count(1), init=False)
     _open: dict[int, list[float]] = field(factory=dict, init=False)  # by group: starts and ends of members
@@ -147,7 +179,7 @@ class Run:
                 heapq.heappop(self._timers)[2]()
             if self.residency is not None:
                 for call in self.residency.look(self.now):
-                    self._submit(self._running[call.session])
+                    self._submit(self._asking[call.id])
                 for name in self.residency.displaced():
                     if name in self._running and self.forgets:
                         agent = self._running[name]
@@ -181,24 +213,48 @@ class Run:
         shape, chance, self._groups = self.shape, self.chance, self._groups + 1
         first = shape.system_tokens + chance.randint(*shape.task_tokens)
         self._open[self._groups] = []
-        return [self._agent(f"g{self._groups}-{number}", first) for number in range(shape.group)]
+        grown = shape.growth_per_hour ** (self.now / 3600)
+        turns, final = shape.turns, shape.final_tokens
+        if shape.short_share and chance.random() < shape.short_share:
+            turns, final = shape.short_turns, shape.short_final_tokens
+        return [
+            self._agent(f"g{self._groups}-{number}", first, self._groups, turns, final, grown)
+            for number in range(shape.group)
+        ]
 
-    def _agent(self, name: str, first: int) -> Agent:
+    def _agent(
+        self, name: str, first: int, group: int, most: Span, finals: Span, grown: float = 1.0
+    ) -> Agent:
         shape, chance = self.shape, self.chance
-        turns = chance.randint(*shape.turns)
-        final = max(chance.randint(*shape.final_tokens), first + 200 * turns)
+        turns = round(chance.randint(*most) * grown)
+        final = max(round(chance.randint(*finals) * grown), first + 200 * turns)
         samples = [chance.randint(*shape.sampled_tokens) for _ in range(turns)]
         results = max(0, final - first - sum(samples)) // turns
         lengths = [first]
         for sample in samples[:-1]:
             lengths.append(lengths[-1] + sample + results)
         tools = [shape.tool_s(chance) for _ in range(turns)]
-        return Agent(name, next(self._agents), self._groups, self.now, lengths, samples, tools, first)
+        return Agent(name, next(self._agents), group, self.now, lengths, samples, tools, first)
+
+    def _burst(self, parent: Agent) -> list[Agent]:
+        """Sub-agents, each with a task of its own, that an agent starts instead of a tool."""
+        shape, chance = self.shape, self.chance
+        if not shape.burst_share or chance.random() >= shape.burst_share:
+            return []
+        names = [f"{parent.name}/{parent.turn}-{number}" for number in range(chance.randint(*shape.burst))]
+        made = []
+        for name in names:
+            self._groups += 1
+            first = shape.system_tokens + chance.randint(*shape.task_tokens)
+            made.append(self._agent(name, first, self._groups, shape.burst_turns, shape.burst_final_tokens))
+            made[-1].parent = parent
+        return made
 
     def _ask(self, agent: Agent) -> None:
         agent.asked = self.now
+        self._asking[agent.name] = agent
         if self.residency is None or self.residency.ask(
-            agent.name, agent.name, "main", self.now, tokens=agent.lengths[agent.turn]
+            agent.name, agent.session, agent.chain, self.now, tokens=agent.lengths[agent.turn]
         ):
             self._submit(agent)
 
@@ -224,14 +280,18 @@ class Run:
         return [*range(system), *range(group + system, group + task), *range(own + task, own + whole)]
 
     def _happened(self, event: KvEvent, seconds: float) -> None:
-        agent = self._running[event.request]
+        agent = self._asking[event.request]
         warm = event.at >= WARM_UP * seconds
         prompt = agent.lengths[agent.turn]
         if event.kind == "began":
             known = 0 if agent.turn == 0 else agent.lengths[agent.turn - 1] + agent.samples[agent.turn - 1]
             if self.residency is not None:
                 self.residency.read(
-                    agent.name, "main", prompt=prompt, cached=event.cached, seconds=event.at - agent.sent
+                    agent.session,
+                    agent.chain,
+                    prompt=prompt,
+                    cached=event.cached,
+                    seconds=event.at - agent.sent,
                 )
             if warm:
                 self.prompt += prompt
@@ -241,14 +301,28 @@ class Run:
             sample = agent.samples[agent.turn]
             self.sampled += sample if warm else 0
             if self.residency is not None:
-                self.residency.ended(agent.name, "main", tokens=prompt + sample, now=event.at)
+                self.residency.ended(agent.session, agent.chain, tokens=prompt + sample, now=event.at)
             agent.turn += 1
             if agent.turn < len(agent.lengths):
-                self._after(agent.tools[agent.turn], lambda: self._ask(agent))
+                self._use_tool(agent)
             else:
                 self._over(agent)
 
+    def _use_tool(self, agent: Agent) -> None:
+        burst = self._burst(agent) if agent.parent is None else []
+        agent.waits_for = len(burst)
+        for each in burst:
+            self._ask(each)
+        if not burst:
+            self._after(agent.tools[agent.turn], lambda: self._ask(agent))
+
     def _over(self, agent: Agent) -> None:
+        del self._asking[agent.name]
+        if (parent := agent.parent) is not None:
+            parent.waits_for -= 1
+            if not parent.waits_for:
+                self._after(self.shape.harness_s, lambda: self._ask(parent))
+            return
         del self._running[agent.name]
         if self.residency is not None:
             left: list[HeldCall] = self.residency.over(agent.name)

@@ -427,6 +427,7 @@ async def _serve(engines: Engines, service: trio.CancelScope) -> None:
             for host in engines._hosts:
                 nursery.start_soon(host.run)
                 nursery.start_soon(host.residents.run)
+                nursery.start_soon(host.residents.keep)
 
 
 @define(eq=False)

@@ -182,7 +182,11 @@ class Host:
 
     @residents.default
     def _make_residents(self) -> Residents:
-        return Residents(self.index, lambda session: self.post(Forget(session=session)))
+        return Residents(
+            self.index,
+            lambda session: self.post(Forget(session=session)),
+            self._settings.sizes_path(self.index),
+        )
 
     @scoring.default
     def _make_scoring(self) -> ScoreTurns:

@@ -11,6 +11,7 @@ had to be held or were read again (`residency_feedback`).
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final
 
 import numpy
@@ -33,10 +34,12 @@ LENT: Final = 0.5
 # leaves the cache half empty until then, one too low lets sessions begin that cannot all be held off later.
 GUESS_PART: Final = 8
 GUESS: Final = 64_000
+KINDS: Final = 32  # of which sizes are remembered: the harnesses of a node, several times
 POINTS: Final = 16  # of growth at which expectations are computed, up to the largest session's end
 # seconds without a call after which a session is forgotten: the longest tool observed
 LEASE_S: Final = 1800.0
 LOOK_S: Final = 30.0  # between corrections
+FORECAST_S: Final = 1.0  # a forecast is some 0.1 ms, and a session more or less is seconds of its waiting
 
 
 @frozen
@@ -91,6 +94,16 @@ class _Session:
 
 
 @frozen(kw_only=True)
+class Learned:
+    """What sessions of each kind ended with, in tokens, the latest last, and the margin: what a host that
+    starts again need not learn again.
+    """
+
+    margin: float
+    ends: Mapping[str, tuple[int, ...]]
+
+
+@frozen(kw_only=True)
 class ResidencyStatistics:
     """One host's budget and sessions now, in tokens, sessions, calls and seconds; prompt tokens since the
     host began. `tokens` are those of resident sessions; `margin` is the part of `capacity` that may be
@@ -124,6 +137,8 @@ class Residency:
     _sizes: dict[str, SessionSizes] = field(factory=dict, init=False)  # by kind
     _displaced: list[str] = field(factory=list, init=False)
     _known: int | None = field(default=0, init=False)  # `_tokens`, as it was counted last
+    # by kind, what `_expected` gave since something changed
+    _forecasts: dict[str, tuple[float, float]] = field(factory=dict, init=False)
 
     @property
     def budget(self) -> int:
@@ -141,7 +156,7 @@ class Residency:
         """Whether another session may begin. One always may where none is here."""
         if not self._sessions:
             return True
-        fits = not self._held and self._expected(kind, now) <= self.feedback.margin * self.budget
+        fits = not self._held and self._forecast(kind, now) <= self.feedback.margin * self.budget
         self.feedback.waited = self.feedback.waited or not fits
         return fits
 
@@ -153,15 +168,17 @@ class Residency:
             self._sessions[session] = _Session(
                 session, kind, group or session, now, resident=resident, planned=not resident
             )
+            self._forecasts.clear()
 
     def over(self, session: str) -> list[HeldCall]:
         """A session ended, however; gives the calls of it that were held."""
         found = self._sessions.pop(session, None)
         if found is None:
             return []
-        self._known = None
+        self._changed()
         if found.own:  # one that never called tells nothing of the others
             self._sizes_of(found.kind).add(found.own)
+            self._sizes[found.kind] = self._sizes.pop(found.kind)  # kinds stand by their latest end
         left = [call for call in self._held.values() if call.session == session]
         for call in left:
             del self._held[call.id]
@@ -175,6 +192,7 @@ class Residency:
         self._sessions.clear()
         self._held.clear()
         self._known = 0
+        self._forecasts.clear()
         return held
 
     def cold(self) -> None:
@@ -226,7 +244,8 @@ class Residency:
         if found is None or known is None:
             return
         if known.shared is None:
-            known.shared, self._known = cached, None
+            known.shared = cached
+            self._changed()
         else:
             again = max(0, min(known.kept, prompt) - cached)
             # with more in the cache than fits, what is read again follows from what was let in
@@ -243,8 +262,9 @@ class Residency:
             return
         known.calls -= 1
         if tokens is not None:
-            known.kept, self._known = tokens, None
+            known.kept = tokens
             found.note()
+            self._changed()
         if not found.calls:
             found.idle_since = now
             if found.leaving:
@@ -292,6 +312,21 @@ class Residency:
             reread_unplanned=totals.unplanned,
         )
 
+    # ── what is kept over a restart ───────────────────────────────────────────
+
+    def learned(self) -> Learned:
+        """Of the KINDS kinds whose sessions ended last."""
+        ends = {kind: sizes.ends for kind, sizes in self._sizes.items() if sizes.ends}
+        return Learned(margin=self.feedback.margin, ends=dict(list(ends.items())[-KINDS:]))
+
+    def recall(self, learned: Learned) -> None:
+        """Begin with what was learned before. Sizes that no session of this engine can have are left out."""
+        self.feedback.recall(learned.margin)
+        for kind, ends in list(learned.ends.items())[-KINDS:]:
+            for tokens in ends:
+                if 0 < tokens <= self.capacity:
+                    self._sizes_of(kind).add(tokens)
+
     # ── tokens ────────────────────────────────────────────────────────────────
 
     def _tokens(self) -> int:
@@ -315,6 +350,20 @@ class Residency:
             tokens += most - common
             tokens += sum(max(0, found.own - (most - (found.shared or 0))) for found in members)
         return tokens
+
+    def _changed(self) -> None:
+        self._known = None
+        self._forecasts.clear()
+
+    def _forecast(self, kind: str, now: float) -> float:
+        """What `_expected` gives, asked again when something changed; while places are lent, which time alone
+        changes, each second.
+        """
+        at, found = self._forecasts.get(kind, (now, -1.0))
+        if found < 0.0 or (self.feedback.lends and now - at >= FORECAST_S):
+            found = self._expected(kind, now)
+            self._forecasts[kind] = now, found
+        return found
 
     def _expected(self, kind: str, now: float) -> float:
         """The most tokens that are expected at one time if a session of `kind` begins now, and none after it.
@@ -399,10 +448,12 @@ class Residency:
         return True
 
     def _return(self, found: _Session) -> None:
-        found.resident, found.leaving, self._known = True, False, None
+        found.resident, found.leaving = True, False
+        self._changed()
 
     def _displace(self, found: _Session) -> None:
-        found.resident, found.leaving, found.planned, self._known = False, False, True, None
+        found.resident, found.leaving, found.planned = False, False, True
+        self._changed()
         self._displaced.append(found.name)
 
     def _correct(self, now: float) -> None:
@@ -414,3 +465,4 @@ class Residency:
         away = sum(found.own for found in self._sessions.values() if self._is_away(found, now))
         total = sum(found.own for found in self._sessions.values())
         self.feedback.look(now, budget=self.budget, away=away / total if total else None)
+        self._forecasts.clear()

@@ -63,6 +63,10 @@ class Feedback:
     _tokens_read: float = field(default=0.0, init=False)
     _seconds_read: float = field(default=0.0, init=False)
 
+    def recall(self, margin: float) -> None:
+        """Begin with the margin that was learned before."""
+        self.margin = min(MOST_MARGIN, max(LEAST_MARGIN, margin))
+
     def read(self, prompt: int, computed: int, seconds: float) -> None:
         """The engine read a prompt: `computed` tokens of it, the others were in its cache."""
         self.totals.prompt += prompt

@@ -7,13 +7,15 @@ out of a wait gives the place back, synchronously.
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import trio
 from attrs import define, field
 
 from polarnode.core.ports import GenerateOrder
 from polarnode.engine.calls import Call
-from polarnode.engine.residency import HOLD_S, HeldCall, Residency, ResidencyStatistics
+from polarnode.engine.learned_sizes import read_learned, write_learned
+from polarnode.engine.residency import HOLD_S, HeldCall, Learned, Residency, ResidencyStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 WARN_SHARE = 0.05
 WARN_TOKENS = 200_000  # prompt tokens before a share means something: some ten long prompts
 WARN_EVERY_S = 600.0  # the log of a week stays readable
+KEEP_S = 60.0  # between writes of what was learned: a killed node loses that much
 
 # moves a session's deadline by seconds: more than 0 where its calls begin to be held, back or by 0 where none
 # is held any more
@@ -47,12 +50,15 @@ class _Holding:
 @define(eq=False)
 class Residents:
     """`machine` is None where the engine's capacity is not known, or the policy is off: then every call
-    passes. `forget` sends the engine the name of a session whose prefixes may go first.
+    passes. `forget` sends the engine the name of a session whose prefixes may go first. `path`: what is
+    learned of sessions, for the next node.
     """
 
     index: int
     forget: Callable[[str], None]
+    path: Path
     machine: Residency | None = None
+    _kept: Learned | None = field(default=None, init=False)  # as it was written last
     _waits: dict[str, _Wait] = field(factory=dict, init=False)  # by request
     _credits: dict[str, Credit] = field(factory=dict, init=False)  # by session
     _holding: dict[str, _Holding] = field(factory=dict, init=False)  # by session
@@ -67,6 +73,8 @@ class Residents:
         """The host serves, with an empty cache of so many tokens. What was learned before stays."""
         if self.machine is None:
             self.machine = Residency(capacity=capacity, longest=longest)
+            if (learned := read_learned(self.path)) is not None:
+                self.machine.recall(learned)
         self.machine.capacity = capacity
         self._wake.set()
 
@@ -172,6 +180,24 @@ class Residents:
             self._wake = trio.Event()
             with trio.move_on_at(deadline):
                 await self._wake.wait()
+
+    async def keep(self) -> None:
+        """Write what is learned to `path`, until cancelled; then once more."""
+        try:
+            while True:
+                await trio.sleep(KEEP_S)
+                if (learned := self._to_keep()) is not None:
+                    await trio.to_thread.run_sync(write_learned, self.path, learned)
+        finally:
+            if (learned := self._to_keep()) is not None:
+                write_learned(self.path, learned)
+
+    def _to_keep(self) -> Learned | None:
+        learned = None if self.machine is None else self.machine.learned()
+        if learned is None or not learned.ends or learned == self._kept:
+            return None
+        self._kept = learned
+        return learned
 
     def _look(self) -> None:
         if self.machine is not None:

@@ -37,6 +37,11 @@ class SessionSizes:
         self._ends.append(tokens)
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """What is remembered, the latest last."""
+        return tuple(self._ends)
+
+    @property
     def largest(self) -> int:
         """The largest size that is known or guessed."""
         return max(self._known())

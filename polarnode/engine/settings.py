@@ -90,16 +90,17 @@ class EngineSettings:
     """One model on one machine. `gpus` are numbers among those this process may see; `max_total_tokens`
     bounds the KV cache of one host.
 
-    `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`); `extra` goes to `sglang.Engine`
-    as it is. A `simulated` engine has a host for each of `gpus` (or per `tp` of them) too, but needs none of
-    them to be there. `routed_experts`: remember which experts of a mixture read each token, in main memory:
-    layers * experts a token * 4 bytes for each token of the KV cache. `memory_saver`: GPU memory can be lent
-    to others; weights are then discarded (`discard`) or kept in main memory (`backup`). `lora_rank`: the
-    largest rank of an adapter, 0: none are taken; `lora_modules` are the layers that adapters may change, and
-    `lora_slots` of them are sampled by at once, in memory of the GPU that is taken at the start.
-    `session_cache`: prefixes of sessions that still call are evicted after all others. `residency`: sessions
-    begin only while the cache holds what they will become (`residency.py`). `host_cache_gb`: of main memory
-    for each GPU, 1e9 bytes each, which take what its KV cache evicts; 0: none.
+    `state_dir` takes the logs (`engine-<i>.log`, the run before in `.log.1`) and what was learned of sessions
+    (`engine-<i>.sizes.json`); `extra` goes to `sglang.Engine` as it is. A `simulated` engine has a host for
+    each of `gpus` (or per `tp` of them) too, but needs none of them to be there. `routed_experts`: remember
+    which experts of a mixture read each token, in main memory: layers * experts a token * 4 bytes for each
+    token of the KV cache. `memory_saver`: GPU memory can be lent to others; weights are then discarded
+    (`discard`) or kept in main memory (`backup`). `lora_rank`: the largest rank of an adapter, 0: none are
+    taken; `lora_modules` are the layers that adapters may change, and `lora_slots` of them are sampled by at
+    once, in memory of the GPU that is taken at the start. `session_cache`: prefixes of sessions that still
+    call are evicted after all others. `residency`: sessions begin only while the cache holds what they will
+    become (`residency.py`). `host_cache_gb`: of main memory for each GPU, 1e9 bytes each, which take what its
+    KV cache evicts; 0: none.
     """
 
     model_path: Path
@@ -137,6 +138,10 @@ class EngineSettings:
 
     def log_path(self, index: int) -> Path:
         return self.state_dir / f"engine-{index}.log"
+
+    def sizes_path(self, index: int) -> Path:
+        """Where a host keeps what it learned of its sessions."""
+        return self.state_dir / f"engine-{index}.sizes.json"
 
 
 def check(settings: EngineSettings) -> None:

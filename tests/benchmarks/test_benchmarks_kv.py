@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
 from benchmarks import kv
 
@@ -22,3 +23,23 @@ def test_the_policy_against_none_and_against_a_cap() -> None:
     assert found["none"]["read_again"] > 0.3
     assert found["residency"]["read_again"] < 0.03
     assert found["residency"]["turn_wait_s"]["worst"] < 75
+
+
+def test_sub_agents_growth_short_groups_and_heavy_tails() -> None:
+    base = kv.Shape.read(kv.SHAPES / "base.toml")
+    shape = evolve(
+        base,
+        slow_spread=1.0,
+        short_share=0.5,
+        short_turns=(3, 6),
+        short_final_tokens=(14_000, 20_000),
+        growth_per_hour=1.5,
+        burst_share=0.1,
+        burst=(2, 3),
+        burst_turns=(2, 4),
+        burst_final_tokens=(12_000, 16_000),
+    )
+    assert shape.mean_own < base.mean_own
+    found = kv.simulated("residency", 2.0, shape, 0.5, 1)
+    assert found["ended"] > 10, "sessions end that waited for sub-agents"
+    assert found["turn_wait_s"]["worst"] < 75

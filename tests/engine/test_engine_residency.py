@@ -166,6 +166,30 @@ async def test_new_weights_make_the_next_read_a_planned_one(tmp_path: Path) -> N
         assert figures.reread_planned > 5_900
 
 
+def begun(found: Engines) -> int:
+    """How many sessions may begin."""
+    for number in range(50):
+        if begin(found, f"new{number}") is not None:
+            return number
+    return 50
+
+
+async def test_a_restarted_node_begins_with_the_sizes_that_were_learned(tmp_path: Path) -> None:
+    async with engines(tmp_path) as found:
+        assert begun(found) == 6, "an eighth of the cache each is the guess"
+        for number in range(6):
+            await sampled(found, call(f"new{number}", 64, seed=number))
+            await sampled(found, call(f"new{number}", 1_500, seed=number))
+            found.end_session(f"new{number}")
+        learned = begun(found)
+        assert learned > 15, "they ended with 1,500"
+    async with engines(tmp_path) as found:
+        assert begun(found) == learned
+    (tmp_path / "engine-0.sizes.json").write_text("{")
+    async with engines(tmp_path) as found:
+        assert begun(found) == 6, "a damaged file is as none"
+
+
 async def test_switched_off_every_session_begins(tmp_path: Path) -> None:
     async with engines(tmp_path, residency=False) as found:
         assert [begin(found, f"s{number}") for number in range(50)] == [None] * 50

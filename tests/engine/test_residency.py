@@ -8,9 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polarnode.engine.residency import GUESS_PART, HOLD_S, LEASE_S, LEAVE, LOOK_S, Residency
-from polarnode.engine.residency_feedback import SHRINK, START, Feedback
-from polarnode.engine.session_sizes import GUESSES, SessionSizes
+from polarnode.engine.residency import (
+    GUESS_PART,
+    HOLD_S,
+    KINDS,
+    LEASE_S,
+    LEAVE,
+    LOOK_S,
+    Learned,
+    Residency,
+)
+from polarnode.engine.residency_feedback import MOST_MARGIN, SHRINK, START, Feedback
+from polarnode.engine.session_sizes import ENDS, GUESSES, SessionSizes
 
 MAIN = "main"
 
@@ -83,6 +92,38 @@ def test_a_kind_s_sessions_are_expected_to_grow_as_those_before() -> None:
     assert found[0] == 32, "160,000 of the budget, in sessions of 5,000"
     assert found[2] == 3
     assert found[2] < found[1] < 2 * found[2] + 1, "half of them grow to 50,000, and are let in as such"
+
+
+def test_a_restarted_host_begins_with_the_sizes_that_were_learned() -> None:
+    before, guessing = Residency(capacity=200_000), Residency(capacity=200_000)
+    ended(before, "pi", *[50_000] * 64)
+    before.feedback.margin = 0.7
+    after = Residency(capacity=200_000)
+    after.recall(before.learned())
+    assert after.learned() == before.learned()
+    assert begun(after, "pi") == 2, "0.7 of 200,000 for sessions of 50,000"
+    assert begun(guessing, "pi") > 2, "a guess is smaller"
+
+
+def test_what_is_recalled_is_bounded() -> None:
+    many = {f"kind{number}": (5_000,) * 100 for number in range(KINDS + 3)}
+    found = Residency(capacity=100_000)
+    found.recall(Learned(margin=9.0, ends={**many, "huge": (10**9, -5, 40_000)}))
+    learned = found.learned()
+    assert len(learned.ends) == KINDS
+    assert learned.ends["huge"] == (40_000,), "no session of this engine can have the others"
+    assert {len(ends) for kind, ends in learned.ends.items() if kind != "huge"} == {ENDS}
+    assert learned.margin == MOST_MARGIN
+
+
+def test_kinds_that_ended_last_are_kept() -> None:
+    found = Residency(capacity=100_000)
+    for number in range(KINDS + 1):
+        ended(found, f"kind{number}", 5_000)
+    ended(found, "kind0", 6_000)
+    kept = found.learned().ends
+    assert kept["kind0"] == (5_000, 6_000)
+    assert "kind1" not in kept
 
 
 def test_what_still_runs_counts_as_no_smaller_than_it_is() -> None:

@@ -1,0 +1,57 @@
+"""What a host learned of its sessions, as a file of the state folder: a restarted node begins with it.
+
+It only saves learning: sizes of sessions that ended and the margin, not what is in the cache, which a start
+empties. So the file is not synced to the disk, and one that cannot be read costs a warning.
+"""
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from attrs import asdict
+
+from polarnode.core.codec.json import dump_json, read_json, structure
+from polarnode.core.errors import Refused
+from polarnode.engine.residency import Learned
+from polarnode.support.bounded import private_opener
+
+logger = logging.getLogger(__name__)
+
+# a kind has 64 sizes of at most 8 digits, 0.6 kB, and 32 kinds are kept: three times that, for their names
+MOST_BYTES: Final = 64 << 10
+
+
+def read_learned(path: Path) -> Learned | None:
+    """What a node before this one wrote there; None where there is nothing, or nothing that can be read."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(MOST_BYTES + 1)
+        if len(found) > MOST_BYTES:
+            raise Refused(f"it has more than {MOST_BYTES} bytes")
+        return structure(read_json(found), Learned)
+    except FileNotFoundError:
+        return None
+    except (OSError, Refused) as error:
+        logger.warning(
+            "%s, the sizes of sessions that a node before learned, cannot be read (%s): they are learned"
+            " again, and the file is written anew; if that fails too, remove it",
+            path,
+            error,
+        )
+        return None
+
+
+def write_learned(path: Path, learned: Learned) -> None:
+    """Replace the file. A disk that refuses costs a warning."""
+    part = path.with_suffix(".part")
+    try:
+        with open(part, "wb", opener=private_opener) as file:
+            file.write(dump_json(asdict(learned)))
+        part.rename(path)
+    except OSError as error:
+        logger.warning(
+            "the learned sizes of sessions cannot be kept in %s (%s): make room or fix its rights; until then"
+            " a restarted node learns them again",
+            path,
+            error,
+        )
