@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: chaos fleet-chaos demo gpu gpu-lock test setup check gpu-test fuzz harness-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check docs clean
+.PHONY: chaos fleet-chaos demo gpu gpu-lock test setup check gpu-test fuzz harness-matrix fork-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check docs clean
 
 PY := .venv/bin/python
 
@@ -32,6 +32,10 @@ fuzz: setup
 # Run every harness in every API that it speaks, and write the table of docs/harnesses.md: half an hour, some 8 GB of images the first time.
 harness-matrix: setup
 	$(PY) tools/harness_matrix.py
+
+# Fork a session of every harness that resumes, in each of its APIs, and write the table of docs/forks.md: three minutes, and images the first time.
+fork-matrix: setup
+	$(PY) tools/fork_matrix.py
 
 # Run sessions of every harness, check their rows in transformers, write the tables of docs/token-fidelity.md: half an hour on two idle cores.
 meaning: setup

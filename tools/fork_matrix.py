@@ -1,0 +1,62 @@
+"""Fork a session of every harness that resumes, in each of its APIs, and write the table of docs/forks.md.
+
+`make fork-matrix` runs all cases, `fork_matrix.py NAME...` some. A case that was not run keeps its row. The
+exit code is that of the tests. Rows are what tests/live/test_forks_live.py recorded, failed cases too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from page import ROOT, part, write_part
+
+TEST = "tests/live/test_forks_live.py"
+PAGE = ROOT / "docs" / "forks.md"
+PART = "matrix"
+HEAD = (
+    "| case | version | forked before turn | path key | prompt | workspace | requests to its end | seconds to"
+    " its first request | KiB of files |\n|---|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.jsonl"
+        environment = {
+            **os.environ,
+            "POLARNODE_FORKS": ",".join(sys.argv[1:]) or "all",
+            "POLARNODE_MATRIX_OUT": str(out),
+        }
+        program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", TEST]
+        code = subprocess.run(program, cwd=ROOT, env=environment, check=False).returncode
+        seen = {row["case"]: line(row) for row in map(json.loads, out.read_text().splitlines())}
+    kept = {
+        each.split("|")[1].strip(): each
+        for each in part(PAGE, PART).splitlines(keepends=True)
+        if each.startswith("| ") and each not in HEAD
+    }
+    lines = kept | seen
+    write_part(PAGE, PART, HEAD + "".join(lines[case] for case in sorted(lines)))
+    return code
+
+
+def line(row: dict[str, Any]) -> str:
+    equal = ("equal" if row[name] else "**other**" for name in ("key", "prompt", "workspace"))
+    columns = (
+        row["case"],
+        row["version"],
+        row["turn"],
+        *equal,
+        row["requests"],
+        row["seconds"],
+        row["kilobytes"],
+    )
+    return "| " + " | ".join(map(str, columns)) + " |\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
