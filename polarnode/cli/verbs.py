@@ -206,6 +206,39 @@ def consumers(forget: str | None, as_json: bool, url: str, token: str | None) ->
     node_view.consumers(remote.RemoteNode(url=url, token=token), forget=forget, as_json=as_json)
 
 
+@click.command(short_help="Measure how far weights are from those that sampled a session.")
+@click.argument("session", metavar="SESSION")
+@click.option(
+    "--weights",
+    default="policy",
+    show_default=True,
+    help="What scores: policy (what is served now), the version served, an adapter, or a teacher.",
+)
+@click.option("--tokens", is_flag=True, help="Print each sampled token too.")
+@as_json
+@node_address
+def score(session: str, weights: str, tokens: bool, as_json: bool, url: str, token: str | None) -> None:
+    """Compute the logprobs that other weights give the tokens of SESSION, which has finished, and compare
+    them with the recorded ones: staleness, measured. Nothing is sampled.
+
+    \b
+    polarnode score 4f1c09aa72be3d55
+    polarnode score 4f1c09aa72be3d55 --weights run-a --json | jq .total.k3
+
+    A row is a turn, or the part of one that a version sampled. KL k1 and k3 estimate the KL divergence from
+    the weights that sampled to those that score; the last column is the share of tokens whose probability
+    ratio PPO would clip. docs/teachers.md explains them.
+
+    Exit codes: 0 when it was measured; 1 when the session has not finished, or the node does not hold the
+    weights.
+    """
+    from polarnode.cli import remote
+    from polarnode.cli import score as scoring
+
+    node = remote.RemoteNode(url=url, token=token)
+    scoring.score(session, weights, node, tokens=tokens, as_json=as_json)
+
+
 @click.command(short_help="Print a script that completes commands in your shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
@@ -247,7 +280,7 @@ def view(file: Path, model: Path | None, port: int, out: Path | None) -> None:
     viewing.view(file, model=model, port=port, out=out)
 
 
-COMMANDS = (view, serve, status, tasks, logs, cancel, pause, resume, weights, consumers, completion)
+COMMANDS = (view, serve, status, tasks, logs, cancel, pause, resume, weights, consumers, score, completion)
 
 
 def add_verbs(main: click.Group) -> None:

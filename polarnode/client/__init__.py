@@ -23,6 +23,7 @@ from polarnode.core.status import (
     UnreadableEvent,
 )
 from polarnode.core.weights import WeightsReport, WeightsStatus
+from polarnode.groups.policy_difference import SessionDifference
 
 if TYPE_CHECKING:
     from polarnode.client.asynchronous import AsyncPolarnodeClient
@@ -38,6 +39,7 @@ __all__ = [
     "RewardEvent",
     "ScoreRow",
     "ScoredRow",
+    "SessionDifference",
     "SessionStatus",
     "Submitted",
     "TaskStatus",

@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 from attrs import define, field
 
-from polarnode.client import api, requests
+from polarnode.client import api, requests, session_scores
 from polarnode.client.api import (
     END_SILENCE_S,
     LEAVING_S,
@@ -56,6 +56,7 @@ from polarnode.core.weights import (
     WeightsStatus,
 )
 from polarnode.groups.group import Group
+from polarnode.groups.policy_difference import SessionDifference
 
 # ── the client ────────────────────────────────────────────────────────────
 
@@ -326,6 +327,9 @@ class AsyncPolarnodeClient:
                 await self._run(self._api.leave_capture(session, error))
             raise
         session.result = await self._run(self._api.end_capture(session))
+
+    async def score_session(self, session_id: str, *, weights: str = "policy") -> SessionDifference:
+        return await self._run(session_scores.score_session(session_id, weights))
 
     # ── the node ──────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
-from polarnode.client import api, requests
+from polarnode.client import api, requests, session_scores
 from polarnode.client.api import Api, CaptureSession, Reading, exported, named, specs_of
 from polarnode.client.blocking_http import BlockingHttp
 from polarnode.client.requests import Script, T, ask
@@ -43,6 +43,7 @@ from polarnode.core.weights import (
     WeightsStatus,
 )
 from polarnode.groups.group import Group
+from polarnode.groups.policy_difference import SessionDifference
 
 # ── the client ────────────────────────────────────────────────────────────
 
@@ -452,6 +453,14 @@ class PolarnodeClient:
     ) -> list[ScoredRow]:
         """Return rows' logprobs under the policy, one of its adapters, or a teacher (docs/teachers.md)."""
         return self._run(ask(requests.score(rows, engine, adapter)))
+
+    def score_session(self, session_id: str, *, weights: str = "policy") -> SessionDifference:
+        """Return the logprobs that other weights give a finished session's tokens, and how far they are from
+        the recorded ones (docs/teachers.md). `weights` is "policy" (those served now), the version that is
+        served, an adapter or its version, or a teacher. Raises Refused for weights that the node does not
+        hold, and ClientError 404 until the session has finished.
+        """
+        return self._run(session_scores.score_session(session_id, weights))
 
     # ── the node ──────────────────────────────────────────────────────────────
 

@@ -22,6 +22,7 @@ from polarnode.groups.group import (
     updates_behind,
     with_rewards,
 )
+from polarnode.groups.policy_difference import SessionDifference
 from polarnode.groups.training_rows import (
     Estimator,
     LossMean,
@@ -42,6 +43,7 @@ __all__ = [
     "LossMean",
     "Member",
     "Row",
+    "SessionDifference",
     "advantages_of",
     "facts_of",
     "group_json",

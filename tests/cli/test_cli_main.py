@@ -44,6 +44,7 @@ VERBS = (
     "resume",
     "weights",
     "consumers",
+    "score",
     "completion",
     "image",
 )

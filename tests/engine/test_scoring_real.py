@@ -20,7 +20,7 @@ from polarnode.core.arrays import ids
 from polarnode.core.errors import Refused
 from polarnode.core.ports import RowScores, ScoreOrder
 from polarnode.core.task import BuilderSpec, CaptureSpec, CarrySpec
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Trajectory, sequence
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Simulation
 from polarnode.merge.token_extras import row_to_score
@@ -106,8 +106,21 @@ async def test_a_nodes_teacher_scores_what_its_policy_sampled(tmp_path: Path, te
     )
     with trio.fail_after(900):
         async with open_node(settings, report=print) as node, serve_control_plane(node) as address:
-            found = await trio.to_thread.run_sync(_session, f"http://127.0.0.1:{address.port}")
+            url = f"http://127.0.0.1:{address.port}"
+            found = await trio.to_thread.run_sync(_session, url)
+            client = PolarnodeClient(url)
+            under = await trio.to_thread.run_sync(
+                lambda: client.score_session(found.session_id, weights="tiny")
+            )
     turns, worst = {each.index: each for each in found.turns}, 0.0
+    given = {each.turn: each for each in under.tokens}
+    for turn in found.turns:  # `polarnode score` finds the same as transformers
+        row = list(sequence(turns, turn.index))
+        expected = tiny.rows(row[: turn.prompt_length], row[turn.prompt_length :])
+        for new, each, token in zip(given[turn.index].new, expected, turn.sampled, strict=True):
+            worst = max(worst, abs(new - float(each[token])))
+    assert under.total is not None
+    assert under.total.tokens == found.sampled_tokens
     assert len(found.traces) > 1  # a row that is cut
     for trace in found.traces:
         assert trace.teacher_logprobs is not None, trace.missing_extras

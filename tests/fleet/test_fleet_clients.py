@@ -153,6 +153,14 @@ def test_a_session_comes_in_every_way_alike(trainer: Trainer, tmp_path: Path) ->
     assert (missing.value.status, (tmp_path / "never.tar").exists()) == (404, False)
 
 
+def test_weights_that_no_node_holds_are_the_nodes_sentence(trainer: Trainer) -> None:
+    client, spec = trainer.client(), trainer.task("held", samples=1)
+    (session,) = client.submit(spec).session_ids
+    of(trainer, client, "held")
+    with pytest.raises(ClientError, match="no engine of this node is called 'nosuch': name policy"):
+        client.score_session(session, weights="nosuch")
+
+
 def test_what_was_acknowledged_does_not_come_again(trainer: Trainer) -> None:
     client, consumer = trainer.client(), trainer.mark
     names = [f"{number}" for number in range(4)]

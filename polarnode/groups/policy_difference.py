@@ -1,0 +1,216 @@
+"""How other weights differ from those that sampled a session, token by token: staleness, measured.
+
+Pure. `rows_to_score` gives the rows to send to POST /v1/score, in which each sampled token is scored once;
+`compared` makes figures of the answer. d = new - old logprob of a sampled token, in nats, r = exp(d).
+
+Sources. The estimators of KL(old, new) over tokens that old sampled: k1 = mean of -d, k3 = mean of r - 1 - d,
+never negative; Schulman, "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html). Outside: the
+share of tokens whose r PPO would clip; Schulman et al., "Proximal Policy Optimization" (arXiv 1707.06347),
+with its epsilon of 0.2.
+"""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from math import exp, fsum
+from typing import Final
+
+from attrs import field, frozen
+
+from polarnode.core.arrays import floats
+from polarnode.core.errors import Refused
+from polarnode.core.status import ScoredRow, ScoreRow
+from polarnode.core.trajectory import LeftOut, Trajectory, Turn, line_of, sequence
+
+CLIP: Final = (0.8, 1.2)  # of r: PPO's epsilon of 0.2, the default of TRL, verl and slime
+# of d in exp: a float ends at 709, and a sampled token has no logprob under -700 that means anything
+MOST_EXPONENT: Final = 700.0
+
+
+@frozen(kw_only=True)
+class DifferenceFigures:
+    """Means over `tokens` sampled tokens, in nats; `outside` is a share from 0 to 1.
+
+    `k1` and `k3` are None where the sample was cut (greedy, `top_p`, `top_k`, `min_p`): its tokens are not a
+    sample of the distribution that their logprobs are of.
+    """
+
+    tokens: int
+    mean: float
+    mean_absolute: float
+    k1: float | None
+    k3: float | None
+    outside: float
+
+
+@frozen(kw_only=True)
+class SpanDifference:
+    """Tokens [start, end) of a turn's sample, by the version that sampled them. `scored_by` names the weights
+    compared with it.
+    """
+
+    turn: int
+    start: int
+    end: int
+    version: str
+    scored_by: str
+    figures: DifferenceFigures
+
+
+@frozen(kw_only=True)
+class TokenDifferences:
+    """A turn's sample: `token_ids` int32[S]; `old` and `new` logprobs, float32[S]."""
+
+    turn: int
+    token_ids: "array[int]"
+    old: "array[float]"
+    new: "array[float]"
+
+
+@frozen(kw_only=True)
+class SessionDifference:
+    """A session's sampled tokens under other weights. `versions` has the figures of all tokens that a version
+    sampled; `left_out` the turns that cannot be compared, and why.
+    """
+
+    session_id: str
+    engine: str
+    adapter: str
+    scored_by: tuple[str, ...]
+    total: DifferenceFigures | None
+    versions: Mapping[str, DifferenceFigures]
+    spans: tuple[SpanDifference, ...]
+    tokens: tuple[TokenDifferences, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+
+@frozen(kw_only=True)
+class RowToScore:
+    """A row, and the turns whose samples it scores, by where they begin in it."""
+
+    row: ScoreRow
+    samples: Mapping[int, int] = field(factory=dict)
+
+
+def left_out_of(turns: Iterable[Turn]) -> tuple[LeftOut, ...]:
+    """The sampled turns that cannot be compared: scoring gives logprobs at temperature 1, without penalties.
+    A greedy turn's logprobs are at temperature 1 too.
+    """
+    found = []
+    for turn in turns:
+        used = turn.used
+        if not turn.sampled:
+            continue
+        if used.temperature not in (None, 0.0, 1.0):
+            reason = f"sampled at temperature {used.temperature:g}, and scoring is at 1"
+        elif used.frequency_penalty or used.presence_penalty or used.repetition_penalty not in (None, 1.0):
+            reason = "sampled with a penalty, and scoring has none"
+        else:
+            continue
+        found.append(LeftOut(turn=turn.index, reason=reason))
+    return tuple(found)
+
+
+def rows_to_score(turns: Sequence[Turn]) -> tuple[RowToScore, ...]:
+    """The fewest rows in which each sample that can be compared is scored once: those of the leaves, without
+    the turns that an earlier row has. Refused where a turn's ancestor is missing.
+    """
+    known, skipped = {turn.index: turn for turn in turns}, {each.turn for each in left_out_of(turns)}
+    due = {turn.index for turn in turns if turn.sampled} - skipped
+    rows = []
+    for turn in sorted(turns, key=lambda turn: turn.end, reverse=True):
+        if turn.index not in due:
+            continue
+        line = line_of(known, turn.index)
+        if line is None:
+            raise Refused(f"turn {turn.index} cannot be scored: a turn before it is missing")
+        samples = {each.index: each.prompt_length for each in line if each.index in due}
+        due -= samples.keys()
+        mask = bytearray(turn.end)
+        for index, start in samples.items():
+            mask[start : known[index].end] = bytes([1]) * len(known[index].sampled)
+        row = ScoreRow(token_ids=sequence(known, turn.index), loss_mask=bytes(mask))
+        rows.append(RowToScore(row=row, samples=samples))
+    return tuple(rows)
+
+
+def compared(
+    trajectory: Trajectory,
+    rows: Sequence[RowToScore],
+    scored: Sequence[ScoredRow],
+    *,
+    engine: str,
+    adapter: str = "",
+) -> SessionDifference:
+    """The session's figures, from the answer to its `rows_to_score`."""
+    turns = {turn.index: turn for turn in trajectory.turns}
+    tokens, by = [], {}
+    for asked, answer in zip(rows, scored, strict=True):
+        for index, start in asked.samples.items():
+            turn = turns[index]
+            new = answer.logprobs[start : turn.end]
+            tokens.append(
+                TokenDifferences(turn=index, token_ids=turn.sampled, old=turn.logprobs, new=floats(new))
+            )
+            by[index] = answer.version or ""
+    tokens.sort(key=lambda each: each.turn)
+    spans, sums = [], defaultdict[str, list[_Part]](list)
+    for each in tokens:
+        cut = _cut(turns[each.turn])
+        for span in turns[each.turn].version_spans:
+            places = range(span.start, span.end)
+            part = _Part(differences=[each.new[place] - each.old[place] for place in places], cut=cut)
+            if places:
+                sums[span.version].append(part)
+                spans.append(
+                    SpanDifference(
+                        turn=each.turn,
+                        start=span.start,
+                        end=span.end,
+                        version=span.version,
+                        scored_by=by[each.turn],
+                        figures=_figures([part]),
+                    )
+                )
+    every = [part for parts in sums.values() for part in parts]
+    return SessionDifference(
+        session_id=trajectory.session_id,
+        engine=engine,
+        adapter=adapter,
+        scored_by=tuple(dict.fromkeys(by[each.turn] for each in tokens)),
+        total=_figures(every) if every else None,
+        versions={version: _figures(parts) for version, parts in sums.items()},
+        spans=tuple(spans),
+        tokens=tuple(tokens),
+        left_out=left_out_of(trajectory.turns),
+    )
+
+
+@frozen(kw_only=True)
+class _Part:
+    differences: Sequence[float]
+    cut: bool
+
+
+def _cut(turn: Turn) -> bool:
+    """Whether the sample is not one of the whole distribution."""
+    used = turn.used
+    top_p, top_k, min_p = used.top_p or 1.0, used.top_k or 0, used.min_p or 0.0
+    return used.temperature == 0.0 or top_p < 1.0 or top_k > 0 or min_p > 0.0
+
+
+def _figures(parts: Sequence[_Part]) -> DifferenceFigures:
+    differences = [each for part in parts for each in part.differences]
+    count = len(differences)
+    ratios = [exp(min(each, MOST_EXPONENT)) for each in differences]
+    mean = fsum(differences) / count
+    whole = not any(part.cut for part in parts)
+    pairs = zip(ratios, differences, strict=True)
+    return DifferenceFigures(
+        tokens=count,
+        mean=mean,
+        mean_absolute=fsum(map(abs, differences)) / count,
+        k1=-mean if whole else None,
+        k3=fsum(ratio - 1 - each for ratio, each in pairs) / count if whole else None,
+        outside=sum(not CLIP[0] <= ratio <= CLIP[1] for ratio in ratios) / count,
+    )

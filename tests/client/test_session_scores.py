@@ -1,0 +1,65 @@
+"""Which weights a name means, and what of a session is sent to be scored."""
+
+from typing import Any
+
+import pytest
+from trainers_kit import make_turn
+
+from polarnode.client import session_scores
+from polarnode.client.session_scores import Chosen, HeldWeights
+from polarnode.core.errors import Refused
+from polarnode.core.weights import AdaptersState, AdapterState
+from polarnode.groups.policy_difference import rows_to_score
+
+ADAPTERS = AdaptersState(
+    adapters=(AdapterState(name="run-a", version="a-8"), AdapterState(name="lost", version=""))
+)
+
+
+def held(**more: Any) -> HeldWeights:
+    return HeldWeights(**({"version": "7", "adapters": ADAPTERS, "teachers": ("large",)} | more))
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("policy", Chosen(engine="policy")),
+        ("7", Chosen(engine="policy", version="7")),
+        ("run-a", Chosen(engine="policy", adapter="run-a")),
+        ("a-8", Chosen(engine="policy", adapter="run-a", version="a-8")),
+        ("large", Chosen(engine="large")),
+    ],
+)
+def test_a_name_is_what_the_node_holds(name: str, chosen: Chosen) -> None:
+    assert held().choose(name) == chosen
+
+
+@pytest.mark.parametrize("name", ["6", "lost", ""])
+def test_weights_that_are_not_held_are_refused_with_those_that_are(name: str) -> None:
+    with pytest.raises(Refused) as refused:
+        held().choose(name)
+    assert str(refused.value) == (
+        f"the node does not hold the weights {name!r}, and scores by 7 (policy), a-8 (adapter run-a), the"
+        " teacher large: name one of these"
+    )
+
+
+def test_a_front_does_not_list_teachers_and_a_node_behind_it_answers() -> None:
+    assert held(teachers=None).choose("large") == Chosen(engine="large")
+
+
+def test_a_node_without_weights_of_its_own_has_its_servers() -> None:
+    bare = held(version="", adapters=AdaptersState())
+    assert bare.choose("policy") == Chosen(engine="policy")
+    with pytest.raises(Refused, match=r"scores by weights without a name \(policy\), the teacher large"):
+        bare.choose("")
+
+
+def test_a_long_session_is_sent_in_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_to_score([make_turn(index, None, [1] * 8, [2, 3]) for index in range(5)])
+    assert [len(part) for part in session_scores._requests(rows)] == [5]
+    monkeypatch.setattr(session_scores, "MOST_ROWS", 2)
+    assert [len(part) for part in session_scores._requests(rows)] == [2, 2, 1]
+    monkeypatch.setattr(session_scores, "MOST_TOKENS", 15)
+    assert [len(part) for part in session_scores._requests(rows)] == [1] * 5
+    assert list(session_scores._requests(())) == []
