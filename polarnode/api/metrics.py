@@ -163,6 +163,9 @@ def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
         "action",
         tally.stale,
     )
+    yield _single("polarnode_snapshots", "Snapshots taken of sessions.", tally.snapshots)
+    yield _single("polarnode_snapshot_bytes", "Bytes of content in snapshots taken.", tally.snapshot_bytes)
+    yield _single("polarnode_snapshot_seconds", "Seconds calls were held for snapshots.", tally.snapshot_s)
 
 
 def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
@@ -357,7 +360,7 @@ def _counter(name: str, documentation: str, label: str, counts: "Counter[str]") 
     return family
 
 
-def _single(name: str, documentation: str, count: int) -> Metric:
+def _single(name: str, documentation: str, count: float) -> Metric:
     return CounterMetricFamily(name, documentation, value=count)
 
 

@@ -262,9 +262,7 @@ def _facts_of_session(trajectory: Trajectory) -> Iterator[Text]:
     times = {name: getattr(trajectory.timing, field) for name, field in spent.items()}
     if any(times.values()):
         text = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in times.items())
-        held = (
-            f", of it held for the cache {trajectory.timing.held_s:.1f} s" if trajectory.timing.held_s else ""
-        )
+        held = f", of it held {trajectory.timing.held_s:.1f} s" if trajectory.timing.held_s else ""
         yield Text(f"time: {text}{held}", style="dim")
     evaluation = trajectory.metrics.get("evaluation")
     if isinstance(evaluation, dict) and evaluation:

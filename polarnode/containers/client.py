@@ -241,6 +241,13 @@ class ContainerClient:
         made = datetime.fromisoformat(str(inspected["Created"])).timestamp()
         return max(int(made) + 1, EARLIEST_S)
 
+    async def image_id(self, image: str) -> str:
+        """The id of an image that is in the store."""
+        found = await self._call(
+            "inspect", lambda client: _checked(client.api.get(f"/images/{image}/json")).json()
+        )
+        return str(found["Id"])
+
     async def start(self, container: str) -> None:
         """Let the first process run."""
         await self._call("start", lambda client: _checked(client.api.post(f"/containers/{container}/start")))

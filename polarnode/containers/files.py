@@ -454,10 +454,10 @@ def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Pa
     half = to.with_name(f"{to.name}.half")
     try:
         with open(half, "wb", opener=private_opener) as sink:
-            archive = _Archive(sink, files.shift)
+            archive = _Archive(TarWriter(sink, files.shift))
             for path in paths:
                 archive.add(files.root, path, workdir)
-            archive.finish()
+            archive.writer.finish()
         half.replace(to)
     except OSError as error:
         raise RuntimeFault(f"the session's artifacts could not be kept: {error}") from error
@@ -467,11 +467,47 @@ def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Pa
 
 
 @define(eq=False)
-class _Archive:
-    """A tar while it is written. `shift` is the offset of the container's ids on this machine."""
+class TarWriter:
+    """Writes entries of a container as a tar. `shift` is the offset of the container's ids on this
+    machine.
+    """
 
     sink: BinaryIO
     shift: int
+
+    def head(
+        self, entry: TreeEntry, kind: bytes, *, size: int = 0, link: bytes = b"", bits: int = 0o777
+    ) -> None:
+        """GNU's format: names of any bytes and length, sizes beyond 8 GiB, readable by every tar. `bits` of
+        the mode are kept.
+        """
+        info, found = tarfile.TarInfo(os.fsdecode(entry.path)), entry.lstat
+        info.type, info.size, info.linkname = kind, size, os.fsdecode(link)
+        info.mode, info.mtime = found.st_mode & bits, found.st_mtime_ns // 1_000_000_000
+        info.uid, info.gid = max(0, found.st_uid - self.shift), max(0, found.st_gid - self.shift)
+        self.sink.write(info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+
+    def copy(self, opened: int, size: int) -> None:
+        """The content of an open file of this size; one that shrinks meanwhile is padded."""
+        left = size
+        while left and (piece := os.read(opened, min(READ, left))):
+            trio.from_thread.check_cancelled()
+            self.sink.write(piece)
+            left -= len(piece)
+        for _ in range(left // READ):
+            self.sink.write(bytes(READ))
+        self.sink.write(bytes(left % READ + -size % tarfile.BLOCKSIZE))
+
+    def finish(self) -> None:
+        """Write the two empty blocks of a tar's end."""
+        self.sink.write(bytes(2 * tarfile.BLOCKSIZE))
+
+
+@define(eq=False)
+class _Archive:
+    """The tar of artifacts while it is written."""
+
+    writer: TarWriter
     files: int = field(default=0, init=False)
     size: int = field(default=0, init=False)
     entries: int = field(default=0, init=False)
@@ -489,10 +525,6 @@ class _Archive:
                 self._walk(entry_of(above, os.fsencode(name), os.fsencode(named)))
         except OSError as error:
             self._leave_out(os.fsencode(path), reason_of(error))
-
-    def finish(self) -> None:
-        """Write the two empty blocks of a tar's end."""
-        self.sink.write(bytes(2 * tarfile.BLOCKSIZE))
 
     def left_out(self) -> tuple[str, ...]:
         """What was left out."""
@@ -533,30 +565,15 @@ class _Archive:
         try:
             with opened_child(entry.above, entry.name, FILE_FLAGS) as opened:
                 self._head(entry, tarfile.REGTYPE, size=size)
-                self._copy(opened, size)
+                self.writer.copy(opened, size)
         except OSError as error:
             return self._leave_out(entry.path, reason_of(error))
         self.files += 1
         self.size += size
         return None
 
-    def _copy(self, opened: int, size: int) -> None:
-        left = size
-        while left and (piece := os.read(opened, min(READ, left))):
-            trio.from_thread.check_cancelled()
-            self.sink.write(piece)
-            left -= len(piece)
-        for _ in range(left // READ):
-            self.sink.write(bytes(READ))
-        self.sink.write(bytes(left % READ + -size % tarfile.BLOCKSIZE))
-
     def _head(self, entry: TreeEntry, kind: bytes, *, size: int = 0, link: bytes = b"") -> None:
-        """GNU's format: names of any bytes and length, sizes beyond 8 GiB, readable by every tar."""
-        info = tarfile.TarInfo(os.fsdecode(entry.path))
-        info.type, info.size, info.linkname = kind, size, os.fsdecode(link)
-        info.mode, info.mtime = entry.lstat.st_mode & 0o777, int(entry.lstat.st_mtime)
-        info.uid, info.gid = max(0, entry.lstat.st_uid - self.shift), max(0, entry.lstat.st_gid - self.shift)
-        self.sink.write(info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+        self.writer.head(entry, kind, size=size, link=link)
         self.entries += 1
 
     def _leave_out(self, path: bytes, reason: str) -> None:

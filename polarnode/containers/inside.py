@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import trio
-from attrs import define, field
+from attrs import define, field, frozen
 
 from polarnode.core.errors import PolarnodeError, RuntimeFault, boundary
 
@@ -67,6 +67,11 @@ class Inside:
         """
         return [] if self._closed else _members(self.namespace, self.pid)
 
+    def processes(self) -> "frozenset[Process]":
+        """The same, as processes that are told from later ones of the same id."""
+        found = map(_process, self.members())
+        return frozenset(each for each in found if each is not None)
+
     def holds(self, pid: int) -> bool:
         """Whether a process of this machine runs in the container."""
         return _namespace(pid) == os.fstat(self.namespace).st_ino and not _zombie(pid)
@@ -101,6 +106,41 @@ class Inside:
         self._closed = True
         for descriptor in (self.pidfd, self.namespace, self.mounts, self.root, self.network):
             os.close(descriptor)
+
+
+@frozen(kw_only=True)
+class Process:
+    """A process: its id on this machine, when it was started in ticks since the boot, its name, and the
+    program that it was started as. The last two are its own to change, and do not tell it from others.
+    """
+
+    pid: int
+    started: int
+    comm: str = field(eq=False)
+    program: str = field(eq=False)
+
+
+NAME_CHARS = 100  # of a program's name: a path, without what an agent may write into it
+
+
+def _process(pid: int) -> Process | None:
+    """A process by its id; None once it has ended."""
+    try:
+        head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+        program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+    except OSError:
+        return None
+    comm = head.partition("(")[2]
+    return Process(
+        pid=pid,
+        started=int(rest.split()[19]),
+        comm=_printable(comm),
+        program=_printable(os.fsdecode(program)),
+    )
+
+
+def _printable(name: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in name[:NAME_CHARS])
 
 
 def look_inside(pid: int) -> Inside:

@@ -45,12 +45,14 @@ from polarnode.containers.inside import (
     ENDPOINT_HOST,
     ENDPOINT_PORT,
     Inside,
+    Process,
     limit_user_namespace,
     look_inside,
     open_model_endpoint,
 )
 from polarnode.containers.probe import PodmanFindings
-from polarnode.containers.sealing import SealState, seal, unseal
+from polarnode.containers.sealing import SealState, seal, unseal, writable_places
+from polarnode.containers.snapshots import SnapshotFiles, archive, check_size, restore
 from polarnode.core.errors import EvaluatorError, RuntimeFault, boundary
 from polarnode.core.ports import Ended
 from polarnode.core.task import RuntimeSpec
@@ -221,16 +223,17 @@ class PodmanRuntime:
         files open for writing.
         """
         if spec.read_only and self._sealed is None:
-            writable = (
-                self.workdir,
-                *ALWAYS_WRITABLE,
-                *spec.writable,
-                *((self.home,) if self.home != "/" else ()),
-            )
             work = partial(
-                seal, self._inside, writable=writable, kept=[volume.target for volume in spec.volumes]
+                seal,
+                self._inside,
+                writable=self._writable(spec),
+                kept=[volume.target for volume in spec.volumes],
             )
             self._sealed = await trio.to_thread.run_sync(work)
+
+    def _writable(self, spec: RuntimeSpec) -> tuple[str, ...]:
+        home = (self.home,) if self.home != "/" else ()
+        return (self.workdir, *ALWAYS_WRITABLE, *spec.writable, *home)
 
     async def unseal(self) -> None:
         """Make the root writable again, once the harness's processes have ended; do nothing where it is not
@@ -266,6 +269,34 @@ class PodmanRuntime:
         limit = max(COPY_LIMIT, 2 * self._watched.limit)
         with self._watched.spared() as spared:
             spared(await trio.to_thread.run_sync(_restore, kept, self._files, self.workdir, limit))
+
+    async def processes(self) -> frozenset[Process]:
+        """What runs in it besides its first process."""
+        return await trio.to_thread.run_sync(self._inside.processes)
+
+    async def snapshot(
+        self, spec: RuntimeSpec, to: Path, limit: int, *, measured: bool = False
+    ) -> SnapshotFiles:
+        """Write everything below the places that a seal leaves writable to a tar, while the harness runs:
+        call it while that does nothing. `measured`: look first whether it is too large. Raises Refused for
+        more than `limit` bytes of content, RuntimeFault where it cannot be written.
+        """
+
+        def work() -> SnapshotFiles:
+            places = writable_places(self._inside, self._writable(spec))
+            if measured:
+                check_size(self._files, places, limit)
+            return archive(self._files, places=places, to=to, limit=limit)
+
+        with boundary(RuntimeFault, "a container's writable places cannot be read"):
+            return await trio.to_thread.run_sync(work)
+
+    async def restore_snapshot(self, kept: Path, places: Sequence[str]) -> None:
+        """Make the places equal to a snapshot's. Call it before anything is started. Raises RuntimeFault
+        where that is impossible.
+        """
+        with self._watched.spared() as spared:
+            spared(await trio.to_thread.run_sync(restore, kept, self._files, places))
 
     @property
     def frozen(self) -> bool:

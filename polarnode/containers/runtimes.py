@@ -291,6 +291,12 @@ class Runtimes:
             PrewarmRequest(shape=self._pool.shape(spec), workspace=self._workspace(spec), count=count)
         )
 
+    async def image_id(self, spec: RuntimeSpec) -> str:
+        """The id of the image that a task's containers are made of now. Raises RuntimeFault where it is
+        gone.
+        """
+        return await self._sweeper.client.image_id(self._pool.shape(spec).image)
+
     def hold(self, held: bool) -> None:
         """Start nothing in advance while under backpressure."""
         self._pool.held = held
@@ -344,6 +350,10 @@ class AbsentRuntimes:
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
         await trio.lowlevel.checkpoint()
+
+    async def image_id(self, spec: RuntimeSpec) -> str:
+        """Raises RuntimeFault: it has no images."""
+        raise RuntimeFault(NO_CONTAINERS)
 
     def prewarm(self, spec: RuntimeSpec, count: int) -> None:
         """Nothing is started for sessions that end at once."""

@@ -89,6 +89,11 @@ def in_mounts(inside: Inside, work: Callable[[], Answer]) -> Answer:
     return in_own_thread(entered)
 
 
+def writable_places(inside: Inside, writable: Sequence[str]) -> tuple[str, ...]:
+    """The places of a container that are folders, by their real paths, without those inside another."""
+    return in_mounts(inside, lambda: _places(tuple(writable)))
+
+
 def can_seal() -> str | None:
     """Try it on private mounts of our own; the obstacle, None when there is none."""
 

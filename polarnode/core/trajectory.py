@@ -249,8 +249,8 @@ class Outcome:
 @frozen(kw_only=True)
 class Timing:
     """Seconds spent in each phase. `ready_s` is the wait for a run slot and costs no budget. `held_s`:
-    those of `run_s` in which calls were held for the session's place in the engine's cache; they cost none
-    either.
+    those of `run_s` in which calls were held for the session's place in the engine's cache, or for a
+    snapshot; they cost none either.
     """
 
     init_s: float = 0.0

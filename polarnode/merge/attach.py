@@ -89,6 +89,11 @@ class References:
         self._made[made], self._refs[index] = index, made
         return made
 
+    @property
+    def secret_hex(self) -> str:
+        """The secret in hex, for a file that only the node reads: a fork has its parent's references."""
+        return self._secret.hex()
+
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:
         """The id of the turn's k-th tool call, [A-Za-z0-9_], 40 characters at most."""
         return f"{prefix}{self.ref(index)}{k:0{PLACE_DIGITS}x}"

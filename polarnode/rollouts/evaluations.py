@@ -56,6 +56,7 @@ from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
 from polarnode.rollouts.lifecycle import new_session_id
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session_containers import LAST, Containers, Gone
+from polarnode.rollouts.snapshots import SNAPSHOT
 
 logger = logging.getLogger(__name__)
 
@@ -271,21 +272,22 @@ class Evaluations:
                 return await evaluated(containers, runtime, outcome, trajectory.turns, kept=kept)
 
     async def _sweep(self) -> None:
-        """Remove kept workspaces whose sessions the journal has pruned."""
+        """Remove kept workspaces and snapshots whose sessions the journal has pruned."""
         while True:
             try:
-                for each in await trio.to_thread.run_sync(_old_workspaces, self.services.log_dir):
-                    if await self.journal.session(each.name.removesuffix(WORKSPACE_ENDING)) is None:
+                for each in await trio.to_thread.run_sync(old_kept, self.services.log_dir):
+                    if await self.journal.session(each.name.partition(".")[0]) is None:
                         await trio.Path(each).unlink(missing_ok=True)
             except (OSError, PolarnodeError) as error:
-                logger.warning("kept workspaces are looked through again in an hour: %s", error)
+                logger.warning("kept files of sessions are looked through again in an hour: %s", error)
             await trio.sleep(SWEEP_S)
 
 
-def _old_workspaces(folder: Path) -> list[Path]:
+def old_kept(folder: Path) -> list[Path]:
     """A younger one may be of a session whose rows are not on the journal's disk yet."""
     before = time.time() - SWEEP_S
-    return [each for each in folder.glob(f"*{WORKSPACE_ENDING}") if each.stat().st_mtime < before]
+    found = (path for kind in (WORKSPACE_ENDING, f"{SNAPSHOT}*") for path in folder.glob(f"*{kind}"))
+    return [each for each in found if each.stat().st_mtime < before]
 
 
 def _with_result(given: RewardEvent, result: Result) -> RewardEvent:

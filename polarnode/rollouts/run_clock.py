@@ -1,4 +1,5 @@
-"""The clock of a session's RUN: what calls are held for their place in an engine's cache costs no budget.
+"""The clock of a session's RUN: what calls are held for their place in an engine's cache, or for a snapshot,
+costs no budget.
 
 The engine's policy holds a call so that others are not read again. Without this clock it would end sessions
 to save tokens; the bound keeps a session from living on holds.

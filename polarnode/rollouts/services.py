@@ -9,6 +9,7 @@ from pathlib import Path
 from socket import socket
 from typing import Protocol
 
+import trio
 from attrs import evolve, field, frozen
 
 from polarnode.containers.egress.proxy import NodeEgress
@@ -178,6 +179,8 @@ class NodeServices:
     adapters: Adapters = field(factory=Adapters)
     places: SessionPlaces = field(factory=UnboundedPlaces)
     freezer: Freezer = field(factory=Freezer)
+    # snapshots at once: they take the disk and the interpreter from each other, and from every other session
+    snapshotting: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(2))
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
 
     def versions_of(self, adapter: str) -> Sequence[str]:

@@ -35,6 +35,7 @@ from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
 from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
+from polarnode.rollouts.snapshots import SessionSnapshots, open_snapshots
 from polarnode.support.concurrency import Place, PrioritySemaphore
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Session:
     _clock: RunClock = field(factory=RunClock, init=False)
     _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
     _containers: Containers = field(init=False)
+    _snapshots: SessionSnapshots | None = field(default=None, init=False)
 
     @phase_began.default
     def _make_phase_began(self) -> float:
@@ -271,6 +273,8 @@ class Session:
             ended = await self._harness_ended(runtime, launch, log)
         cause = self.cancelled  # from here on a cancel has no effect: the run is over
         await self.live.close()
+        if self._snapshots is not None:
+            self._containers.metrics["snapshots"] = await self._snapshots.close()
         ending = Ending(
             ended=ended,
             cancelled=None if cause is None else _reason(cause),
@@ -288,6 +292,10 @@ class Session:
         try:
             async with self._containers.reaching(runtime) as reach:
                 env = {**reach.env, **launch.env}
+                if self.order.spec.snapshot_at.wanted:
+                    self._snapshots = await open_snapshots(
+                        self.order, self.services, self.live, runtime, self._credit_held
+                    )
                 with self.services.freezer.follow(self.identity.session_id, runtime):
                     return await runtime.run_logged(
                         launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
@@ -333,6 +341,10 @@ class Session:
         meanwhile.
         """
         self.services.freezer.held(self.identity.session_id, seconds > 0)
+        self._credit_held(seconds)
+
+    def _credit_held(self, seconds: float) -> None:
+        """Move the end of RUN by what a call is held."""
         self._clock.credit(seconds)
         self._timing = evolve(self._timing, held_s=self._clock.held_s)
 

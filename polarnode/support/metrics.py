@@ -176,6 +176,9 @@ class NodeCounters:
     stopped_early: int = 0  # sessions that were ended, or not begun, because their group had enough
     # sessions further behind than their task wants, by what it does with them
     stale: "Counter[str]" = field(factory=Counter)
+    snapshots: int = 0  # taken, those removed since too
+    snapshot_bytes: int = 0  # of content
+    snapshot_s: float = 0.0  # that calls were held for them, those not taken too
 
     def copied(self) -> "NodeCounters":
         """The current numbers, for a reader in another thread."""
@@ -214,6 +217,11 @@ class NodeCounters:
         # not one that is unusable for another reason
         if member.stale and (member.usable or str(member.why).startswith(STALE)):
             self.stale["mark" if member.usable else "drop"] += 1
+
+    def snapshot(self, size: int) -> None:
+        """Count a snapshot of a session, of `size` bytes."""
+        self.snapshots += 1
+        self.snapshot_bytes += size
 
     def published(self, trajectory: Trajectory) -> None:
         """Count a finished session."""

@@ -19,8 +19,11 @@ import trio
 from attrs import define, field
 
 from polarnode.containers.files import Collected
+from polarnode.containers.inside import Process
 from polarnode.containers.pool import RuntimesStatistics
 from polarnode.containers.prepared import Workspace, Workspaces, workspace_of
+from polarnode.containers.recipes import RuntimesSettings
+from polarnode.containers.snapshots import SnapshotFiles
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.ports import Ended
 from polarnode.core.task import RuntimeSpec
@@ -70,6 +73,8 @@ class MemoryRuntime:
     frozen: bool = False
     freezes: int = 0  # how often it was frozen
     refuses: int = 0  # so many calls to freeze or thaw it fail
+    beside: frozenset[Process] = frozenset()  # what runs in it besides its programs
+    copying_s: float = 0.0  # how long a snapshot takes
     _running: set[trio.CancelScope] = field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -136,9 +141,10 @@ class MemoryRuntime:
 
     async def seal(self, spec: RuntimeSpec) -> None:
         await trio.lowlevel.checkpoint()
-        self.sealed = (
-            (self.workdir, self.home, "/tmp", "/var/tmp", *spec.writable) if spec.read_only else None
-        )
+        self.sealed = self._places(spec) if spec.read_only else None
+
+    def _places(self, spec: RuntimeSpec) -> tuple[str, ...]:
+        return (self.workdir, self.home, "/tmp", "/var/tmp", *spec.writable)
 
     async def unseal(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -180,6 +186,33 @@ class MemoryRuntime:
             for entry in archive:
                 if entry.isfile() and entry.name.startswith("./"):
                     self.files[f"{self.workdir}/{entry.name[2:]}"] = archive.extractfile(entry).read()  # type: ignore[union-attr]
+
+    async def processes(self) -> frozenset[Process]:
+        await trio.lowlevel.checkpoint()
+        return self.beside
+
+    async def snapshot(
+        self, spec: RuntimeSpec, to: Path, limit: int, *, measured: bool = False
+    ) -> SnapshotFiles:
+        places = self._places(spec)
+        kept = {
+            name: each for name, each in self.files.items() if name.startswith(tuple(f"{p}/" for p in places))
+        }
+        size = sum(map(len, kept.values()))
+        if size > limit:
+            raise Refused(f"more than {limit >> 20} MiB: raise max_mb", path="$.snapshot_at.max_mb")
+        await trio.sleep(self.copying_s)
+        _write_tar(to, {name.lstrip("/"): content for name, content in kept.items()})
+        return SnapshotFiles(places=places, files=len(kept), bytes=size)
+
+    async def restore_snapshot(self, kept: Path, places: Sequence[str]) -> None:
+        await trio.lowlevel.checkpoint()
+        inside = tuple(f"{place}/" for place in places)
+        self.files = {name: each for name, each in self.files.items() if not name.startswith(inside)}
+        with tarfile.open(kept) as archive:
+            self.files |= {
+                f"/{each.name}": archive.extractfile(each).read() for each in archive if each.isfile()
+            }  # type: ignore[union-attr]
 
     async def freeze(self) -> None:
         await self._change(frozen=True)
@@ -315,6 +348,10 @@ class MemoryRuntimes:
     wanted: dict[str, int] = field(factory=dict)
     lifetimes: list[float] = field(factory=list)
     held: bool = False
+    image: str = "sha256:0"  # the id of every image
+    settings: RuntimesSettings = field(
+        factory=lambda: RuntimesSettings(state_dir=Path("/nonexistent"), node_id="memory", disk_reserve_mb=0)
+    )
     copies: MemoryCopies = field(factory=MemoryCopies)
     workspaces: "Workspaces[MemoryRuntime]" = field(init=False)
 
@@ -376,6 +413,10 @@ class MemoryRuntimes:
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
         await self.workspaces.wait_settled(workspace_of(spec, spec.image))
+
+    async def image_id(self, spec: RuntimeSpec) -> str:
+        await trio.lowlevel.checkpoint()
+        return self.image
 
     def hold(self, held: bool) -> None:
         self.held = held
@@ -577,6 +618,26 @@ async def contract_a_kept_workdir_is_made_again(runtime: MemoryRuntime) -> None:
     found = [await runtime.read(path) for path in ("/work/a", "/work/deep/er/b", "/work/later")]
     assert found == [b"one", b"two", None]
     assert await runtime.read(f"{runtime.home}/c") == b"stays"
+
+
+async def contract_a_snapshot_is_put_into_another(runtime: MemoryRuntime) -> None:
+    home = runtime.home
+    await runtime.put({"/work/a": b"one", f"{home}/deep/b": b"two", "/srv/c": b"is no part of it"})
+    assert await runtime.processes() == frozenset()
+    with tempfile.TemporaryDirectory() as folder:
+        tar = Path(folder) / "kept.tar"
+        with pytest.raises(Refused, match="raise max_mb"):
+            await runtime.snapshot(RuntimeSpec(), tar, 2)
+        assert not tar.exists()
+        kept = await runtime.snapshot(RuntimeSpec(), tar, 1 << 20)
+        assert {"/work", home, "/tmp"} <= set(kept.places)
+        assert kept.files >= 2
+        assert kept.lacks() == ()
+        await runtime.put({"/work/a": b"changed", "/work/later": b"x", "/tmp/later": b"x", "/srv/c": b"new"})
+        await runtime.restore_snapshot(tar, kept.places)
+    found = [await runtime.read(path) for path in ("/work/a", f"{home}/deep/b", "/srv/c")]
+    assert found == [b"one", b"two", b"new"]
+    assert [await runtime.read(path) for path in ("/work/later", "/tmp/later")] == [None, None]
 
 
 async def contract_nothing_was_ended(runtime: MemoryRuntime) -> None:

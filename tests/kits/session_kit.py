@@ -18,7 +18,7 @@ from attrs import define, evolve, field
 from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, Program
 
 from polarnode.core import ports
-from polarnode.core.conversation import Json, Message
+from polarnode.core.conversation import Json, Message, ModelRequest, Sampling
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
@@ -321,7 +321,11 @@ async def ask(live: LiveSession, history: list[Message], *, takes: float) -> Tur
     toy = toys.Session(live.session_id)
     toy.lineages, toy.samples = live.lineages, len(live.lineages.turns)
     with live.call(trio.CancelScope()):
-        pending = toy.begin(toys.ask(*history))
+        conversation = toys.ask(*history)
+        pending = toy.begin(conversation)
+        if live.on_held is not None:
+            asked = ModelRequest(provider="toy", model="m", conversation=conversation, sampling=Sampling())
+            await live.on_held(pending.plan, asked)
         try:
             await trio.sleep(takes)
         except trio.Cancelled:

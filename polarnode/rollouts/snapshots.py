@@ -1,0 +1,363 @@
+"""Snapshots of a running session: taken while a call waits, bounded, kept beside its artifacts, restored for
+a fork.
+
+While a harness waits for its only model call it does nothing, so its workspace, its home and what it wrote of
+its own session are one state. `SessionSnapshots.hold` is the session's `LiveSession.on_held`. Whatever
+prevents a snapshot is counted with its reason in the session's metrics, and the call goes on; what the call
+was held is credited to its run.
+
+`open_restored` is the other end: a fresh container of the task, with a snapshot's files in it.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import trio
+from attrs import define, evolve, field
+
+from polarnode.containers.inside import Process
+from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.snapshots import SnapshotFiles
+from polarnode.core.codec.json import dump_json, plain, read_json, structure
+from polarnode.core.conversation import Json, ModelRequest
+from polarnode.core.errors import PolarnodeError, Refused, RuntimeFault
+from polarnode.core.snapshots import (
+    LivingProcess,
+    ReferenceKey,
+    Snapshot,
+    SnapshotList,
+    SnapshotStatus,
+    asked_for,
+    open_rules,
+    passes,
+    status_of,
+)
+from polarnode.gateway.live_sessions import LiveSession
+from polarnode.merge.attach import RESUMED, Plan
+from polarnode.rollouts.services import NodeServices, SessionOrder
+from polarnode.rollouts.session_containers import Containers
+from polarnode.support.bounded import private_opener
+
+# seconds that a call may be held: 256 MiB take three on two busy cores, and the shortest silence after which
+# a harness was seen to give up is twenty
+HELD_S: Final = 10.0
+CLOSING_S: Final = 5.0  # seconds to remove what no rule kept: milliseconds, unless the disk hangs
+NAMED: Final = 20  # processes that a snapshot names: enough to see what they are
+SNAPSHOT: Final = ".snapshot-"  # in the name of each file of one
+
+
+# ── files ─────────────────────────────────────────────────────────────────────
+
+
+def archive_path(folder: Path, session_id: str, turn: int) -> Path:
+    """The tar of a session's snapshot in the node's folder of sessions."""
+    return folder / f"{session_id}{SNAPSHOT}{turn}.tar"
+
+
+def beside(archive: Path) -> Path:
+    """What is written beside the tar, last: without it there is no snapshot."""
+    return archive.with_suffix(".json")
+
+
+def read_snapshot(folder: Path, session_id: str, turn: int) -> Snapshot:
+    """A snapshot, to be restored. Raises Refused where it is gone or damaged."""
+    archive = archive_path(folder, session_id, turn)
+    try:
+        found = _read(beside(archive))
+    except FileNotFoundError:
+        found = None
+    except (OSError, PolarnodeError) as error:
+        raise Refused(
+            f"the snapshot of session {session_id} at turn {turn} cannot be read: {error}"
+        ) from None
+    if found is None or not archive.is_file():
+        turns = ", ".join(str(each.turn) for each in list_snapshots(folder, session_id).snapshots)
+        raise Refused(
+            f"there is no snapshot of session {session_id} at turn {turn}"
+            f" ({f'there are some at {turns}' if turns else 'its task asked for none in snapshot_at'})"
+        )
+    return found
+
+
+def _read(path: Path) -> Snapshot:
+    return structure(read_json(path.read_bytes()), Snapshot)
+
+
+def list_snapshots(folder: Path, session_id: str) -> SnapshotList:
+    """The snapshots of a session, by turn."""
+    found = sorted(_listed(folder, session_id), key=lambda each: each.turn)
+    return SnapshotList(session_id=session_id, snapshots=tuple(found))
+
+
+def _listed(folder: Path, session_id: str) -> Iterator[SnapshotStatus]:
+    for path in folder.glob(f"{session_id}{SNAPSHOT}*.json"):
+        number = path.name.removeprefix(f"{session_id}{SNAPSHOT}").removesuffix(".json")
+        if not number.isdigit():
+            continue
+        with suppress(FileNotFoundError):  # removed while we looked
+            try:
+                status = status_of(_read(path))
+            except PolarnodeError as error:
+                status = SnapshotStatus(
+                    turn=int(number),
+                    taken=path.stat().st_mtime,
+                    files=0,
+                    bytes=0,
+                    seconds=0.0,
+                    resumable=False,
+                    why_not=f"{path.name} cannot be read: {error}",
+                )
+            gone = not path.with_suffix(".tar").is_file()
+            yield evolve(status, resumable=False, why_not="its archive is gone") if gone else status
+
+
+def _write(snapshot: Snapshot, to: Path) -> None:
+    half = to.with_name(f"{to.name}.half")
+    try:
+        with open(half, "wb", opener=private_opener) as file:
+            file.write(dump_json(plain(snapshot)))
+        half.replace(to)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def remove(archive: Path) -> None:
+    """Remove a snapshot: first what makes it one."""
+    beside(archive).unlink(missing_ok=True)
+    archive.unlink(missing_ok=True)
+
+
+# ── taking ────────────────────────────────────────────────────────────────────
+
+
+@define(eq=False, kw_only=True)
+class SessionSnapshots:
+    """The snapshots of one session. `credit` moves the end of its run by seconds. `image_id` is of the image
+    that its container was made of.
+    """
+
+    order: SessionOrder
+    services: NodeServices
+    live: LiveSession
+    runtime: PodmanRuntime
+    image_id: str
+    credit: Callable[[float], None]
+    taken: int = field(default=0, init=False)
+    held_s: float = field(default=0.0, init=False)
+    not_taken: "Counter[str]" = field(factory=Counter, init=False)  # by reason
+    removed: "Counter[str]" = field(factory=Counter, init=False)  # by reason
+    _kept: dict[int, int] = field(factory=dict, init=False)  # turn to bytes, oldest first
+    _undecided: set[int] = field(factory=set, init=False)
+    _last: int = field(default=0, init=False)  # the turn of the last one that no later turn decides
+    _too_large: bool = field(default=False, init=False)
+    _at_first: frozenset[Process] | None = field(default=None, init=False)
+
+    async def hold(self, plan: Plan, request: ModelRequest) -> None:
+        """Take a snapshot before the engine is asked, where a rule asks for one. It never fails the call."""
+        if self._at_first is None:
+            self._at_first = await self.runtime.processes()
+        await self._decide()
+        spec, turn = self.order.spec.snapshot_at, plan.index
+        certain = asked_for(spec, turn, last=self._last)
+        if not certain and not (spec.provisional and open_rules(spec, self.live.lineages.turns)):
+            return
+        why = self._obstacle(plan)
+        if why is None:
+            why = await self._held(plan, request)
+        if why is not None:
+            self.not_taken[why] += 1
+        elif certain:
+            self._last = turn
+        else:
+            self._undecided.add(turn)
+        await self._evict()
+
+    async def close(self) -> dict[str, Json]:
+        """Decide about the last ones, once every turn is recorded. What it returns is for the session's
+        metrics.
+        """
+        with trio.move_on_after(CLOSING_S, shield=True):
+            await self._decide(over=True)
+        turns: list[Json] = [*sorted(self._kept)]
+        not_taken: dict[str, Json] = {**self.not_taken}
+        removed: dict[str, Json] = {**self.removed}
+        return {
+            "turns": turns,
+            "bytes": sum(self._kept.values()),
+            "taken": self.taken,
+            "held_s": round(self.held_s, 3),
+            "not_taken": not_taken,
+            "removed": removed,
+        }
+
+    def _obstacle(self, plan: Plan) -> str | None:
+        """Why this call is no moment for one."""
+        if plan.role != "main":
+            return "role"
+        if self.live.in_flight > 1:
+            return "parallel"
+        if plan.reason == RESUMED:  # the state before its turn is that of the turn it resumes
+            return "resumed"
+        space = os.statvfs(self.services.log_dir)
+        needed = (self.order.spec.snapshot_at.max_mb + self.services.runtimes.settings.disk_reserve_mb) << 20
+        return "disk" if space.f_bavail * space.f_frsize < needed else None
+
+    async def _held(self, plan: Plan, request: ModelRequest) -> str | None:
+        """Take it within HELD_S; the reason where there is none."""
+        began, before = trio.current_time(), self._calls()
+        self.credit(HELD_S)
+        try:
+            with trio.move_on_after(HELD_S):
+                return await self._taken(plan, request, began, before)
+            return "slow"
+        except Refused:
+            self._too_large = True
+            return "large"
+        except (OSError, RuntimeFault):
+            return "fault"
+        finally:
+            spent = trio.current_time() - began
+            self.credit(spent - HELD_S)
+            self.held_s += spent
+            self.services.tally.snapshot_s += spent
+
+    async def _taken(
+        self, plan: Plan, request: ModelRequest, began: float, before: tuple[int, ...]
+    ) -> str | None:
+        archive = archive_path(self.services.log_dir, self.live.session_id, plan.index)
+        limit = self.order.spec.snapshot_at.max_mb << 20
+        async with self.services.snapshotting:
+            processes = await self.runtime.processes()
+            files = await self.runtime.snapshot(self.order.runtime, archive, limit, measured=self._too_large)
+            processes |= await self.runtime.processes()
+            try:
+                if self.live.in_flight > 1 or self._calls() != before:
+                    return "parallel"
+                snapshot = self._snapshot(plan, request, files, processes - (self._at_first or frozenset()))
+                snapshot = evolve(snapshot, seconds=round(trio.current_time() - began, 3))
+                await trio.to_thread.run_sync(_write, snapshot, beside(archive))
+            finally:
+                if not beside(archive).exists():
+                    archive.unlink(missing_ok=True)
+        self.taken += 1
+        self._too_large = False
+        self._kept[plan.index] = files.bytes
+        self.services.tally.snapshot(files.bytes)
+        return None
+
+    def _calls(self) -> tuple[int, ...]:
+        """What changes with every call that comes and ends."""
+        counters = self.live.counters
+        return counters.turns, counters.replayed, counters.prewarmed, counters.refusals.total()
+
+    def _snapshot(
+        self, plan: Plan, request: ModelRequest, files: SnapshotFiles, since: frozenset[Process]
+    ) -> Snapshot:
+        living = [LivingProcess(pid=each.pid, comm=each.comm, program=each.program) for each in since]
+        living.sort(key=lambda each: each.pid)
+        references = self.live.lineages.references
+        return Snapshot(
+            session_id=self.live.session_id,
+            turn=plan.index,
+            taken=time.time(),
+            before_key=plan.before_key,
+            conversation=request.conversation,
+            references=ReferenceKey(session_id=references.session_id, secret=references.secret_hex),
+            image=self.order.runtime.image,
+            image_id=self.image_id,
+            places=files.places,
+            files=files.files,
+            bytes=files.bytes,
+            seconds=0.0,
+            processes=tuple(living[:NAMED]),
+            left_out=files.left_out,
+            obstacles=tuple(_obstacles(self.order, files, living)),
+        )
+
+    # ── which are kept ──────────────────────────────────────────────────
+
+    async def _decide(self, *, over: bool = False) -> None:
+        """Remove those whose turns have ended and pass no rule."""
+        turns = self.live.lineages.turns if self._undecided else ()
+        ended = {turn.index for turn in turns}
+        for index in sorted(self._undecided):
+            if index in ended or over:
+                self._undecided.discard(index)
+                if not passes(self.order.spec.snapshot_at, turns, index):
+                    await self._remove(index, "rule")
+
+    async def _evict(self) -> None:
+        """Beyond `keep` the oldest goes that is not named."""
+        spec = self.order.spec.snapshot_at
+        free = [turn for turn in self._kept if turn not in spec.turns]
+        for turn in free[: max(0, len(self._kept) - spec.keep)]:
+            self._undecided.discard(turn)
+            await self._remove(turn, "keep")
+
+    async def _remove(self, turn: int, why: str) -> None:
+        if self._kept.pop(turn, None) is not None:
+            self.removed[why] += 1
+            path = archive_path(self.services.log_dir, self.live.session_id, turn)
+            await trio.to_thread.run_sync(remove, path)
+
+
+async def open_snapshots(
+    order: SessionOrder,
+    services: NodeServices,
+    live: LiveSession,
+    runtime: PodmanRuntime,
+    credit: Callable[[float], None],
+) -> SessionSnapshots:
+    """Take snapshots of a session from now on. Raises RuntimeFault where its image cannot be looked at."""
+    image_id = await services.runtimes.image_id(order.runtime)
+    snapshots = SessionSnapshots(
+        order=order, services=services, live=live, runtime=runtime, image_id=image_id, credit=credit
+    )
+    live.on_held = snapshots.hold
+    return snapshots
+
+
+def _obstacles(order: SessionOrder, files: SnapshotFiles, living: Sequence[LivingProcess]) -> Iterator[str]:
+    """Why no harness may be resumed from a snapshot."""
+    if living:
+        named = ", ".join(each.named() for each in living[:NAMED])
+        yield f"processes lived that were not there at the first call, and no copy has them: {named}"
+    servers = [name for name, each in order.spec.harness.mcp_servers.items() if each.command is not None]
+    if servers:
+        yield f"its MCP servers run in the container, and no copy has their memory: {', '.join(servers)}"
+    if files.changed:
+        yield f"files changed while they were copied: {', '.join(files.changed)}"
+    if lacks := files.lacks():
+        yield f"files could not be copied: {', '.join(lacks)}"
+
+
+# ── restoring ─────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIterator[PodmanRuntime]:
+    """A fresh container of a task with its workspace prepared, and then the files of a snapshot in its
+    writable places, exactly. Raises Refused where the archive is gone or the task's image is another than the
+    snapshot's, RuntimeFault as `Containers.open` and where the archive is damaged.
+
+    For the container of the harness alone: an evaluator's fresh one never has what a session left.
+    """
+    services, spec = containers.services, containers.order.runtime
+    archive = archive_path(services.log_dir, snapshot.session_id, snapshot.turn)
+    image_id = await services.runtimes.image_id(spec)
+    if image_id != snapshot.image_id:
+        raise Refused(
+            f"the snapshot of session {snapshot.session_id} at turn {snapshot.turn} is of image"
+            f" {snapshot.image} ({snapshot.image_id[:19]}), and {spec.image} is {image_id[:19]} now: a fork"
+            " needs the same image"
+        )
+    if not await trio.Path(archive).is_file():
+        raise Refused(f"the archive of session {snapshot.session_id} at turn {snapshot.turn} is gone")
+    async with containers.open() as runtime:
+        await runtime.restore_snapshot(archive, snapshot.places)
+        yield runtime
