@@ -25,7 +25,7 @@ from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.snapshots import SnapshotFiles
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.conversation import Json, ModelRequest
-from polarnode.core.errors import PolarnodeError, Refused, RuntimeFault
+from polarnode.core.errors import ForkError, PolarnodeError, Refused, RuntimeFault
 from polarnode.core.snapshots import (
     LivingProcess,
     ReferenceKey,
@@ -65,19 +65,19 @@ def beside(archive: Path) -> Path:
 
 
 def read_snapshot(folder: Path, session_id: str, turn: int) -> Snapshot:
-    """A snapshot, to be restored. Raises Refused where it is gone or damaged."""
+    """A snapshot, to be restored. Raises ForkError where it is gone or damaged."""
     archive = archive_path(folder, session_id, turn)
     try:
         found = _read(beside(archive))
     except FileNotFoundError:
         found = None
     except (OSError, PolarnodeError) as error:
-        raise Refused(
+        raise ForkError(
             f"the snapshot of session {session_id} at turn {turn} cannot be read: {error}"
         ) from None
     if found is None or not archive.is_file():
         turns = ", ".join(str(each.turn) for each in list_snapshots(folder, session_id).snapshots)
-        raise Refused(
+        raise ForkError(
             f"there is no snapshot of session {session_id} at turn {turn}"
             f" ({f'there are some at {turns}' if turns else 'its task asked for none in snapshot_at'})"
         )
@@ -342,8 +342,8 @@ def _obstacles(order: SessionOrder, files: SnapshotFiles, living: Sequence[Livin
 @asynccontextmanager
 async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIterator[PodmanRuntime]:
     """A fresh container of a task with its workspace prepared, and then the files of a snapshot in its
-    writable places, exactly. Raises Refused where the archive is gone or the task's image is another than the
-    snapshot's, RuntimeFault as `Containers.open` and where the archive is damaged.
+    writable places, exactly. Raises ForkError where the archive is gone or the task's image is another than
+    the snapshot's, RuntimeFault as `Containers.open` and where the archive is damaged.
 
     For the container of the harness alone: an evaluator's fresh one never has what a session left.
     """
@@ -351,13 +351,13 @@ async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIter
     archive = archive_path(services.log_dir, snapshot.session_id, snapshot.turn)
     image_id = await services.runtimes.image_id(spec)
     if image_id != snapshot.image_id:
-        raise Refused(
+        raise ForkError(
             f"the snapshot of session {snapshot.session_id} at turn {snapshot.turn} is of image"
             f" {snapshot.image} ({snapshot.image_id[:19]}), and {spec.image} is {image_id[:19]} now: a fork"
             " needs the same image"
         )
     if not await trio.Path(archive).is_file():
-        raise Refused(f"the archive of session {snapshot.session_id} at turn {snapshot.turn} is gone")
+        raise ForkError(f"the archive of session {snapshot.session_id} at turn {snapshot.turn} is gone")
     async with containers.open() as runtime:
         await runtime.restore_snapshot(archive, snapshot.places)
         yield runtime

@@ -18,7 +18,7 @@ from session_kit import ALLOWED, agent, ask, live_of, task, town
 from trio.testing import MockClock as Clock
 
 from polarnode.containers.inside import Process
-from polarnode.core.errors import Refused
+from polarnode.core.errors import ForkError
 from polarnode.core.task import HarnessSpec, McpServerSpec, SnapshotSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.harnesses import HARNESSES
@@ -283,15 +283,17 @@ async def test_what_is_gone_or_damaged_is_refused_in_a_sentence(
     async with town(tmp_path, {"agent": agent(turns=4)}) as here:
         found = await here.one(snapshot_at=SnapshotSpec(turns=(1, 2, 3)))
     session_id = found.session_id
-    with pytest.raises(Refused, match=r"no snapshot of session \w+ at turn 0 \(there are some at 1, 2, 3\)"):
+    with pytest.raises(
+        ForkError, match=r"no snapshot of session \w+ at turn 0 \(there are some at 1, 2, 3\)"
+    ):
         read_snapshot(tmp_path, session_id, 0)
-    with pytest.raises(Refused, match="its task asked for none"):
+    with pytest.raises(ForkError, match="its task asked for none"):
         read_snapshot(tmp_path, "other", 0)
     beside(archive_path(tmp_path, session_id, 1)).write_text("{")
-    with pytest.raises(Refused, match="at turn 1 cannot be read"):
+    with pytest.raises(ForkError, match="at turn 1 cannot be read"):
         read_snapshot(tmp_path, session_id, 1)
     archive_path(tmp_path, session_id, 2).unlink()
-    with pytest.raises(Refused, match="no snapshot of session"):
+    with pytest.raises(ForkError, match="no snapshot of session"):
         read_snapshot(tmp_path, session_id, 2)
     listed = list_snapshots(tmp_path, session_id).snapshots
     assert [(each.turn, each.resumable) for each in listed] == [(1, False), (2, False), (3, True)]
@@ -334,13 +336,13 @@ async def test_a_fresh_container_has_the_files_of_a_snapshot(autojump_clock: Clo
         assert got == {"/work/made": b"x", "/home/agent/session": b"y", "/tmp/z": b"z"}
         here.runtimes.image = "sha256:1"
         with pytest.raises(
-            Refused, match=r"is of image .* \(sha256:0\), and .* is sha256:1 now: a fork needs"
+            ForkError, match=r"is of image .* \(sha256:0\), and .* is sha256:1 now: a fork needs"
         ):
             async with open_restored(containers, kept):
                 pass
         here.runtimes.image = "sha256:0"
         archive_path(tmp_path, found.session_id, 1).unlink()
-        with pytest.raises(Refused, match=f"the archive of session {found.session_id} at turn 1 is gone"):
+        with pytest.raises(ForkError, match=f"the archive of session {found.session_id} at turn 1 is gone"):
             async with open_restored(containers, kept):
                 pass
 
