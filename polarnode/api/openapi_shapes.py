@@ -12,6 +12,7 @@ from attrs import field, frozen
 from polarnode.api.query import FILTERS, Ack
 from polarnode.core.codec.schema import Schema
 from polarnode.core.conversation import Json
+from polarnode.core.snapshots import SnapshotList
 from polarnode.core.status import (
     CaptureStatus,
     Consumers,
@@ -294,6 +295,9 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ),
     ("GET", "/v1/sessions/<session_id>/artifacts"): Operation(
         summary="A tar of a session's artifacts.", content="application/x-tar", errors=(404,)
+    ),
+    ("GET", "/v1/sessions/<session_id>/snapshots"): Operation(
+        summary="The snapshots of a session, running or ended.", answer=SnapshotList, errors=(404,)
     ),
     ("GET", "/v1/sessions/<session_id>/log"): Operation(
         summary="A piece of what a session's harness printed.",

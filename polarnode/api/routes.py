@@ -46,6 +46,7 @@ from polarnode.journal.damage import encoded
 from polarnode.journal.values import TaskRecord, check_consumer
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
+from polarnode.rollouts.snapshots import list_snapshots
 from polarnode.tokens.pieces import pieces_of
 
 # ── routes ────────────────────────────────────────────────────────────
@@ -73,6 +74,7 @@ class Routes:
             ("GET", "/v1/trajectories/<session_id>", self.trajectory),
             ("GET", "/v1/sessions/<session_id>", self.session),
             ("GET", "/v1/sessions/<session_id>/artifacts", self.artifacts),
+            ("GET", "/v1/sessions/<session_id>/snapshots", self.snapshots),
             ("GET", "/v1/export", self.export),
             ("GET", "/v1/status", self.status),
             ("GET", "/metrics", self.metrics),
@@ -221,6 +223,12 @@ class Routes:
             )
         headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{path.name}"'}
         return Response(file_pieces(path, size), 200, headers, content_type="application/x-tar")
+
+    async def snapshots(self, session_id: str) -> Response:
+        read_query(request.args)
+        record = await self._existing_session(session_id)
+        look = partial(list_snapshots, self.sessions_dir or Path(), record.session_id)
+        return json_response(plain(await trio.to_thread.run_sync(look)))
 
     async def _existing_session(self, session_id: str) -> SessionRecord:
         found = await self.service.journal.session(session_id)

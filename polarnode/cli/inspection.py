@@ -19,6 +19,7 @@ from rich.text import Text
 
 from polarnode.cli.output import bounded, fitted, harmless, open_console
 from polarnode.cli.remote import RemoteNode, trajectory_lines
+from polarnode.client import PolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.core import codec
 from polarnode.core.errors import Refused
@@ -152,6 +153,7 @@ COLUMNS = (
     "left out",
 )
 
+SNAPSHOTS = 50  # shown of one session, as rows of any table
 LOG_LINES = 20  # of a log's end: the traceback of a harness that failed
 EVALUATION_CHARACTERS = 2000  # of one value: a test's report, not its whole output
 
@@ -187,16 +189,16 @@ def inspect(
         return
     console = open_console()
     rows: list[Any] = value["turns"]
+    kept = snapshot_lines(value["snapshots"])
     if value["trajectory"] is None:
-        console.print(running(value, console=console), soft_wrap=not console.is_terminal)
+        parts = Group(running(value, console=console), *kept)
+        console.print(parts, soft_wrap=not console.is_terminal)
         return
     trajectory = codec.read_trajectory({**value["trajectory"], "turns": rows})
     folder = model or (TINY_MODEL if trajectory.model == TINY_MODEL.name else None)
     tokenizer = None if folder is None else _tokenizer(folder)
-    console.print(
-        shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal),
-        soft_wrap=not console.is_terminal,
-    )
+    told = shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal)
+    console.print(Group(told, *kept), soft_wrap=not console.is_terminal)
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
@@ -214,7 +216,8 @@ def _of_file(file: Path, session: str) -> dict[str, Any]:
             + ("a longer prefix or the full id" if found else "the id of a session in it")
         )
     turns = found[0].pop("turns", [])
-    return {"session": None, "turns": turns, "trajectory": found[0], "log": None, "live": None}
+    nothing: dict[str, Any] = {"session": None, "log": None, "live": None, "snapshots": []}
+    return {**nothing, "turns": turns, "trajectory": found[0]}
 
 
 def _of_node(session: str, node: RemoteNode) -> dict[str, Any]:
@@ -229,7 +232,26 @@ def _of_node(session: str, node: RemoteNode) -> dict[str, Any]:
     except ClientError as error:
         if error.status != 404:  # a session without a log, or a node of an earlier release
             raise
-    return {**value, "log": log, "live": live}
+    return {**value, "log": log, "live": live, "snapshots": _snapshots(client, session)}
+
+
+def _snapshots(client: PolarnodeClient, session: str) -> list[dict[str, Any]]:
+    try:
+        return [codec.plain(each) for each in client.snapshots(session)]
+    except ClientError as error:
+        if error.status != 404:  # a node of an earlier release
+            raise
+        return []
+
+
+def snapshot_lines(snapshots: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Where a session can be forked, a line for each of its snapshots, and why not."""
+    for each in snapshots[:SNAPSHOTS]:
+        why = "" if each["resumable"] else f"; no harness can be resumed from it: {each['why_not']}"
+        what = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, its call held {each['seconds']:.2f} s"
+        yield Text(harmless(f"snapshot before turn {each['turn']}: {what}{why}"), style="dim")
+    if len(snapshots) > SNAPSHOTS:
+        yield Text(f"and {len(snapshots) - SNAPSHOTS} more snapshots", style="dim")
 
 
 def running(value: Mapping[str, Any], *, console: Console) -> RenderableType:

@@ -32,6 +32,7 @@ from polarnode.client.values import Event
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
+from polarnode.core.snapshots import SnapshotStatus
 from polarnode.core.status import (
     Consumer,
     EvaluationStatus,
@@ -180,6 +181,9 @@ class AsyncPolarnodeClient:
 
     async def session(self, session_id: str) -> dict[str, Any]:
         return await self._run(ask(requests.session(session_id)))
+
+    async def snapshots(self, session_id: str) -> tuple[SnapshotStatus, ...]:
+        return (await self._run(ask(requests.snapshots(session_id)))).snapshots
 
     async def log(self, session_id: str, *, offset: int | None = None, tail: int | None = None) -> LogPiece:
         return await self._run(ask(requests.log(session_id, offset=offset, tail=tail)))

@@ -19,6 +19,7 @@ from polarnode.client.values import Event
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
+from polarnode.core.snapshots import SnapshotStatus
 from polarnode.core.status import (
     Consumer,
     EvaluationStatus,
@@ -235,6 +236,12 @@ class PolarnodeClient:
         its trajectory or None.
         """
         return self._run(ask(requests.session(session_id)))
+
+    def snapshots(self, session_id: str) -> tuple[SnapshotStatus, ...]:
+        """Return the snapshots of a session, running or ended, by turn: their files, bytes and held seconds,
+        and whether its harness can be resumed from each, or why not.
+        """
+        return self._run(ask(requests.snapshots(session_id))).snapshots
 
     def log(self, session_id: str, *, offset: int | None = None, tail: int | None = None) -> LogPiece:
         """Return a piece of what a session's harness printed, running or ended: from byte `offset` on, or its

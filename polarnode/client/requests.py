@@ -22,6 +22,7 @@ from polarnode.core.codec.trajectories import Turns, read_scored, read_trajector
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.positions import ALONE, Position
+from polarnode.core.snapshots import SnapshotList
 from polarnode.core.status import (
     Consumer,
     Consumers,
@@ -293,6 +294,10 @@ def session(session_id: str) -> ClientRequest[dict[str, Any]]:
 
 def artifacts(session_id: str) -> ClientRequest[bytes]:
     return request(bytes, "GET", f"/v1/sessions/{part(session_id)}/artifacts")
+
+
+def snapshots(session_id: str) -> ClientRequest[SnapshotList]:
+    return typed_request(SnapshotList, "GET", f"/v1/sessions/{part(session_id)}/snapshots")
 
 
 def log(session_id: str, *, offset: int | None, tail: int | None) -> ClientRequest[LogPiece]:

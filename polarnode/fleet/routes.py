@@ -87,6 +87,7 @@ class FrontRoutes:
             ("GET", "/v1/trajectories/<session_id>", self.of_session),
             ("GET", "/v1/sessions/<session_id>", self.of_session),
             ("GET", "/v1/sessions/<session_id>/artifacts", self.of_session),
+            ("GET", "/v1/sessions/<session_id>/snapshots", self.of_session),
             ("GET", "/v1/sessions/<session_id>/log", self.of_session),
             ("GET", "/v1/logs", self.logs),
             ("GET", "/v1/logs/<path:name>", self.log),

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import Final
 
@@ -95,7 +96,7 @@ def list_snapshots(folder: Path, session_id: str) -> SnapshotList:
 
 
 def _listed(folder: Path, session_id: str) -> Iterator[SnapshotStatus]:
-    for path in folder.glob(f"{session_id}{SNAPSHOT}*.json"):
+    for path in folder.glob(f"{escape(session_id)}{SNAPSHOT}*.json"):
         number = path.name.removeprefix(f"{session_id}{SNAPSHOT}").removesuffix(".json")
         if not number.isdigit():
             continue

@@ -513,6 +513,23 @@ async def test_artifacts_are_streamed_as_they_were_kept(started: Started, tmp_pa
         assert error_of(await client.get("/v1/sessions/a/artifacts", arrays="json"))[0] == 400
 
 
+async def test_snapshots_are_listed_without_what_they_hold(started: Started, tmp_path: Path) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a")
+        assert (await client.get("/v1/sessions/a/snapshots")).json() == {"session_id": "a", "snapshots": []}
+        (tmp_path / "a.snapshot-3.json").write_text("{}")
+        (tmp_path / "a.snapshot-x.json").write_text("{}")
+        found = (await client.get("/v1/sessions/a/snapshots")).json()["snapshots"]
+        assert [(each["turn"], each["resumable"], each["why_not"]) for each in found] == [
+            (3, False, "its archive is gone")
+        ]
+        (tmp_path / "a.snapshot-3.tar").write_bytes(b"")
+        found = (await client.get("/v1/sessions/a/snapshots")).json()["snapshots"]
+        assert "a.snapshot-3.json cannot be read: " in found[0]["why_not"]
+        assert (await client.get("/v1/sessions/none/snapshots")).status == 404
+        assert error_of(await client.get("/v1/sessions/a/snapshots", arrays="json"))[0] == 400
+
+
 async def test_artifacts_that_are_not_there_are_said_so(started: Started, tmp_path: Path) -> None:
     async with started() as (plane, client):
         await publish(plane, "a")

@@ -87,6 +87,15 @@ def printed(
     return text.getvalue()
 
 
+def test_snapshots_are_told_a_line_each() -> None:
+    each = {"turn": 3, "files": 12, "bytes": 1_500_000, "seconds": 0.25, "resumable": True, "why_not": None}
+    other = each | {"turn": 7, "resumable": False, "why_not": "processes lived: a\x1b[31m"}
+    lines = [line.plain for line in inspection.snapshot_lines([each, other])]
+    assert lines[0] == "snapshot before turn 3: 12 files, 1.5 MB, its call held 0.25 s"
+    assert lines[1].endswith("0.25 s; no harness can be resumed from it: processes lived: a␛[31m")
+    assert [line.plain for line in inspection.snapshot_lines([each] * 52)][-1] == "and 2 more snapshots"
+
+
 def test_without_colour_what_is_trained_stands_between_marks(
     session: Trajectory, tokenizer: LoadedTokenizer
 ) -> None:

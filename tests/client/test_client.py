@@ -219,6 +219,7 @@ def test_the_page_names_every_method_that_is_not_a_look() -> None:
         "status",
         "metrics",
         "artifacts",
+        "snapshots",
         "export",
         "export_bytes",
         "formatted",

@@ -206,6 +206,17 @@ def test_artifacts_come_as_a_file(bench: Bench, tmp_path: Path) -> None:
     assert not (tmp_path / "never.tar").exists()
 
 
+def test_snapshots_are_listed(bench: Bench, tmp_path: Path) -> None:
+    bench.node.publish("s0")
+    assert bench.client().snapshots("s0") == ()
+    (tmp_path / "s0.snapshot-2.json").write_text("{}")
+    (found,) = bench.client().snapshots("s0")
+    assert (found.turn, found.resumable, found.why_not) == (2, False, "its archive is gone")
+    with pytest.raises(ClientError, match="no session") as missing:
+        bench.client().snapshots("none")
+    assert missing.value.status == 404
+
+
 def test_consumers_are_seen_and_forgotten(bench: Bench) -> None:
     bench.node.publish("s0", "s1")
     client = bench.client()

@@ -148,6 +148,7 @@ def test_a_session_comes_in_every_way_alike(trainer: Trainer, tmp_path: Path) ->
     assert [read_json(line) for line in b"".join(pieces).splitlines()] == [one]
     with pytest.raises(ClientError, match="format must be one of"):
         client.formatted(name, "nobodys")
+    assert client.snapshots(name) == ()
     with pytest.raises(ClientError) as missing:
         client.artifacts(name, tmp_path / "never.tar")
     assert (missing.value.status, (tmp_path / "never.tar").exists()) == (404, False)

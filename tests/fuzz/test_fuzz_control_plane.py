@@ -78,7 +78,7 @@ BODIES: dict[tuple[str, str], tuple[Any, ...]] = {
 }
 PATHS = (
     *("/v1/tasks", "/v1/tasks/{}", "/v1/trajectories/stream", "/v1/trajectories/{}", "/v1/sessions/{}"),
-    *("/v1/sessions/{}/artifacts", "/v1/consumers", "/v1/consumers/{}", "/v1/export", "/v1/status", "/metrics"),
+    *("/v1/sessions/{}/artifacts", "/v1/sessions/{}/snapshots", "/v1/consumers", "/v1/consumers/{}", "/v1/export", "/v1/status", "/metrics"),
     *("/v1/capture", "/v1/capture/{}", "/v1/evaluations/{}", "/v1/openapi.json", "/rollout/task/{}", "/tasks", "/tasks/{}/sessions"),
     *("/sessions", "/sessions/{}", "/sessions/{}/completions", "/nodes/{}", "/rollout/status", "/health", "/{}"),
 )  # fmt: skip
