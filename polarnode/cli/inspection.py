@@ -197,8 +197,8 @@ def inspect(
     trajectory = codec.read_trajectory({**value["trajectory"], "turns": rows})
     folder = model or (TINY_MODEL if trajectory.model == TINY_MODEL.name else None)
     tokenizer = None if folder is None else _tokenizer(folder)
-    told = shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal)
-    console.print(Group(told, *kept), soft_wrap=not console.is_terminal)
+    whole = shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal)
+    console.print(Group(whole, *kept), soft_wrap=not console.is_terminal)
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

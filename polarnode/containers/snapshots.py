@@ -60,7 +60,7 @@ class SnapshotFiles:
     left_out: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
 
-    def lacks(self) -> tuple[str, ...]:
+    def missed(self) -> tuple[str, ...]:
         """What was left out and is missed: not pipes and sockets, whose other ends are gone, nor mounts,
         which a fresh container has of its own.
         """

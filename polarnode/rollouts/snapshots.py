@@ -9,6 +9,7 @@ was held is credited to its run.
 `open_restored` is the other end: a fresh container of the task, with a snapshot's files in it.
 """
 
+import logging
 import os
 import time
 from collections import Counter
@@ -43,6 +44,8 @@ from polarnode.merge.attach import RESUMED, Plan
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session_containers import Containers
 from polarnode.support.bounded import private_opener
+
+logger = logging.getLogger(__name__)
 
 # seconds that a call may be held: 256 MiB take three on two busy cores, and the shortest silence after which
 # a harness was seen to give up is twenty
@@ -154,12 +157,24 @@ class SessionSnapshots:
     removed: "Counter[str]" = field(factory=Counter, init=False)  # by reason
     _kept: dict[int, int] = field(factory=dict, init=False)  # turn to bytes, oldest first
     _undecided: set[int] = field(factory=set, init=False)
-    _last: int = field(default=0, init=False)  # the turn of the last one that no later turn decides
+    _last: int = field(init=False)  # the turn of the last one that no later turn decides
     _too_large: bool = field(default=False, init=False)
     _at_first: frozenset[Process] | None = field(default=None, init=False)
 
+    @_last.default
+    def _make_last(self) -> int:
+        """A fork's first own turn has its parent's snapshot."""
+        return len(self.live.lineages.turns)
+
     async def hold(self, plan: Plan, request: ModelRequest) -> None:
         """Take a snapshot before the engine is asked, where a rule asks for one. It never fails the call."""
+        try:
+            await self._hold(plan, request)
+        except (OSError, RuntimeFault) as error:
+            logger.warning("session %s, turn %d: no snapshot: %s", self.live.session_id, plan.index, error)
+            self.not_taken["fault"] += 1
+
+    async def _hold(self, plan: Plan, request: ModelRequest) -> None:
         if self._at_first is None:
             self._at_first = await self.runtime.processes()
         await self._decide()
@@ -219,8 +234,6 @@ class SessionSnapshots:
         except Refused:
             self._too_large = True
             return "large"
-        except (OSError, RuntimeFault):
-            return "fault"
         finally:
             spent = trio.current_time() - began
             self.credit(spent - HELD_S)
@@ -333,8 +346,8 @@ def _obstacles(order: SessionOrder, files: SnapshotFiles, living: Sequence[Livin
         yield f"its MCP servers run in the container, and no copy has their memory: {', '.join(servers)}"
     if files.changed:
         yield f"files changed while they were copied: {', '.join(files.changed)}"
-    if lacks := files.lacks():
-        yield f"files could not be copied: {', '.join(lacks)}"
+    if missed := files.missed():
+        yield f"files could not be copied: {', '.join(missed)}"
 
 
 # ── restoring ─────────────────────────────────────────────────────────────────

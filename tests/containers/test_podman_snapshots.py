@@ -170,14 +170,14 @@ async def test_what_is_no_file_is_left_out_and_not_missed(box: Box, tmp_path: Pa
         listener.bind(str(box.root / "work/socket"))
     kept = await box.kept(tmp_path / "kept.tar")
     assert len(kept.left_out) == 2
-    assert kept.lacks() == ()
+    assert kept.missed() == ()
     deep = box.root / "work"
     for _ in range(202):
         deep = deep / "d"
         deep.mkdir()
     kept = await box.kept(tmp_path / "kept.tar")
-    (lacks,) = kept.lacks()
-    assert lacks.endswith("it is more than 200 folders deep")
+    (missed,) = kept.missed()
+    assert missed.endswith("it is more than 200 folders deep")
     await trio.run_process(["rm", "-rf", str(box.root / "work/d")])
 
 

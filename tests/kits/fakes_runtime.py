@@ -632,7 +632,7 @@ async def contract_a_snapshot_is_put_into_another(runtime: MemoryRuntime) -> Non
         kept = await runtime.snapshot(RuntimeSpec(), tar, 1 << 20)
         assert {"/work", home, "/tmp"} <= set(kept.places)
         assert kept.files >= 2
-        assert kept.lacks() == ()
+        assert kept.missed() == ()
         await runtime.put({"/work/a": b"changed", "/work/later": b"x", "/tmp/later": b"x", "/srv/c": b"new"})
         await runtime.restore_snapshot(tar, kept.places)
     found = [await runtime.read(path) for path in ("/work/a", f"{home}/deep/b", "/srv/c")]
