@@ -4,10 +4,10 @@ Pure: given calls and times, it waits for nothing. Agents come back with a growi
 run than the cache holds, an LRU cache drops exactly what is needed next: throughput falls to 0.4 of what it
 was, at a cliff (docs/measurements.md). So a session begins only while what all sessions will become fits
 the cache, and waits before its start, not in its middle. What grows beyond that is displaced while it is
-idle, and its next call is held for HOLD_S at most.
+idle, and its next call goes while few tokens are read again, or else is held for HOLD_S at most.
 
-Nothing of it is configured: sizes are learned from sessions that ended, and the margin from how often calls
-had to be held or were read again (`residency_feedback`).
+Nothing of it is configured: sizes are learned from sessions that ended, and the margin from how many calls
+were late and what was read again (`residency_feedback`).
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from typing import Final
 import numpy
 from attrs import define, field, frozen
 
-from polarnode.engine.residency_feedback import Feedback
+from polarnode.engine.residency_feedback import Allowance, Feedback
 from polarnode.engine.session_sizes import LONGER, SessionSizes
 
 LEAVE: Final = 0.98  # of the budget: above it idle sessions are displaced
@@ -39,6 +39,8 @@ POINTS: Final = 16  # of growth at which expectations are computed, up to the la
 # seconds without a call after which a session is forgotten: the longest tool observed
 LEASE_S: Final = 1800.0
 LOOK_S: Final = 30.0  # between corrections
+# of the capacity, the largest allowance: some displaced sessions at once, after hours without any
+ALLOWED_PART: Final = 0.3
 FORECAST_S: Final = 1.0  # a forecast is some 0.1 ms, and a session more or less is seconds of its waiting
 
 
@@ -55,17 +57,19 @@ class HeldCall:
 @define(eq=False)
 class _Chain:
     """One conversation: the main agent's, or a sub-agent's. `shared`: tokens that its first call found read
-    by others; `kept`: that a next call finds, if they stayed in the cache.
+    by others; `kept`: that a next call finds, if they stayed in the cache. `over`: it is not expected to
+    call again, so its tokens need no place.
     """
 
     kept: int = 0
     shared: int | None = None
     calls: int = 0  # in the engine
+    over: bool = False
 
 
 @define(eq=False)
 class _Session:
-    """`own`: tokens of its conversations that no other session has."""
+    """`own`: tokens of its conversations that no other session has; `most`: that it ever had."""
 
     name: str
     kind: str
@@ -73,9 +77,12 @@ class _Session:
     idle_since: float
     resident: bool = True
     own: int = 0
+    most: int = 0
     chains: dict[str, _Chain] = field(factory=dict)
     leaving: bool = False  # displaced when its call ends
     planned: bool = False  # what its next call reads again was decided here
+    cold: bool = False  # its next call finds nothing, because the weights changed
+    charged: int = 0  # tokens that its return took of the allowance
 
     @property
     def shared(self) -> int | None:
@@ -87,16 +94,27 @@ class _Session:
         return sum(chain.calls for chain in self.chains.values())
 
     def enter(self, chain: str) -> None:
-        self.chains.setdefault(chain, _Chain()).calls += 1
+        """A call of a conversation begins. Where the first one goes on, those that it waited for, its
+        sub-agents, have ended; one in the background counts again with its next call.
+        """
+        found = self.chains.setdefault(chain, _Chain())
+        found.calls += 1
+        found.over = False
+        if found is next(iter(self.chains.values())):
+            for each in self.chains.values():
+                each.over = not each.calls
+        self.note()
 
     def note(self) -> None:
-        self.own = sum(max(0, chain.kept - (chain.shared or 0)) for chain in self.chains.values())
+        counted = (chain for chain in self.chains.values() if not chain.over)
+        self.own = sum(max(0, chain.kept - (chain.shared or 0)) for chain in counted)
+        self.most = max(self.most, self.own)
 
 
 @frozen(kw_only=True)
 class Learned:
-    """What sessions of each kind ended with, in tokens, the latest last, and the margin: what a host that
-    starts again need not learn again.
+    """The most tokens that ended sessions of each kind had, the latest last, and the margin: what a host
+    that starts again need not learn again.
     """
 
     margin: float
@@ -132,6 +150,7 @@ class Residency:
     capacity: int
     longest: int = GUESS
     feedback: Feedback = field(factory=Feedback, init=False)
+    _allowance: Allowance = field(factory=Allowance, init=False)
     _sessions: "OrderedDict[str, _Session]" = field(factory=OrderedDict, init=False)  # oldest first
     _held: "OrderedDict[str, HeldCall]" = field(factory=OrderedDict, init=False)
     _sizes: dict[str, SessionSizes] = field(factory=dict, init=False)  # by kind
@@ -176,8 +195,9 @@ class Residency:
         if found is None:
             return []
         self._changed()
-        if found.own:  # one that never called tells nothing of the others
-            self._sizes_of(found.kind).add(found.own)
+        if found.most:  # one that never called tells nothing of the others
+            self._sizes_of(found.kind).add(found.most)
+            self.feedback.ended += 1
             self._sizes[found.kind] = self._sizes.pop(found.kind)  # kinds stand by their latest end
         left = [call for call in self._held.values() if call.session == session]
         for call in left:
@@ -198,7 +218,7 @@ class Residency:
     def cold(self) -> None:
         """The weights changed: every session's next read is planned."""
         for found in self._sessions.values():
-            found.planned = True
+            found.planned = found.cold = True
 
     def has(self, session: str) -> bool:
         """Whether a session began and is not over, resident or displaced."""
@@ -223,11 +243,10 @@ class Residency:
             found.own = tokens  # until it is read, all of its first prompt
         self.feedback.calls += 1
         if not found.resident and not found.calls and (self._held or not self._comes_back(found, now)):
-            self.feedback.holds += 1
             self._held[call] = HeldCall(call, session, chain, now)
             return False
         found.planned = found.planned or self._is_lent(found, now)
-        found.enter(chain)
+        self._enter(found, chain)
         return True
 
     def withdraw(self, call: str) -> None:
@@ -239,6 +258,7 @@ class Residency:
         there.
         """
         self.feedback.read(prompt, prompt - cached, seconds)
+        self._allowance.earn(prompt, lends=self.feedback.lends, most=ALLOWED_PART * self.capacity)
         found = self._sessions.get(session)
         known = None if found is None else found.chains.get(chain)
         if found is None or known is None:
@@ -249,8 +269,13 @@ class Residency:
         else:
             again = max(0, min(known.kept, prompt) - cached)
             # with more in the cache than fits, what is read again follows from what was let in
-            self.feedback.read_again(again, planned=found.planned or self._tokens() > LEAVE * self.budget)
-        found.planned = False
+            planned = found.planned or self._tokens() > LEAVE * self.budget
+            self.feedback.read_again(again, planned=planned, cold=found.cold)
+            if not found.cold:
+                self._allowance.settle(found.charged, again, most=ALLOWED_PART * self.capacity)
+                self.feedback.waited_for(seconds)
+            found.charged = 0
+        found.planned = found.cold = False
 
     def ended(self, session: str, chain: str, *, tokens: int | None, now: float) -> None:
         """A call ended with so many tokens, prompt and sample; None for one that the engine did not read.
@@ -274,7 +299,6 @@ class Residency:
 
     def look(self, now: float) -> list[HeldCall]:
         """Displace what is too much, and give the held calls that go now, oldest session first."""
-        self.feedback.peak = max(self.feedback.peak, self._tokens())
         if now >= self.feedback.looked + LOOK_S:
             self._correct(now)
         self._valve(now)
@@ -432,7 +456,8 @@ class Residency:
                 continue
             for call in held:
                 del self._held[call.id]
-                found.enter(call.chain)
+                self._enter(found, call.chain)
+                self.feedback.waited_for(now - call.since)
             going += held
         return going
 
@@ -442,10 +467,25 @@ class Residency:
             for each in list(self._sessions.values()):
                 if each.resident and self._is_lent(each, now) and not self._fits(found):
                     self._displace(each)
-        if not self._fits(found):
+        if not self._fits(found) and not self._affords(found):
             return False
         self._return(found)
         return True
+
+    def _affords(self, found: _Session) -> bool:
+        """Take of the allowance what its return makes the engine evict; False where it has not that much."""
+        over = self._tokens() + found.own + GROWTH - LEAVE * self.budget
+        charge = int(min(max(over, 0.0), found.own))
+        if not self._allowance.spend(charge):
+            return False
+        found.charged += charge
+        return True
+
+    def _enter(self, found: _Session, chain: str) -> None:
+        before = found.own
+        found.enter(chain)
+        if found.own != before:
+            self._changed()
 
     def _return(self, found: _Session) -> None:
         found.resident, found.leaving = True, False
@@ -464,5 +504,5 @@ class Residency:
                 self.over(name)
         away = sum(found.own for found in self._sessions.values() if self._is_away(found, now))
         total = sum(found.own for found in self._sessions.values())
-        self.feedback.look(now, budget=self.budget, away=away / total if total else None)
+        self.feedback.look(now, away=away / total if total else None)
         self._forecasts.clear()

@@ -22,8 +22,8 @@ LONGER: Final = 1.25  # of the largest size seen, that a session may yet reach
 
 @define(eq=False)
 class SessionSizes:
-    """The tokens that the last ENDS sessions of a kind had of their own at their end. `guess`: what stands
-    for them before.
+    """The most tokens that each of the last ENDS sessions of a kind had of its own. `guess`: what stands for
+    them before.
 
     How many reach a size is the estimate of Kaplan and Meier (1958), which takes a session that still runs
     for at least as large as it is. Without it the first to end, the short ones, would speak for all.
@@ -33,7 +33,7 @@ class SessionSizes:
     _ends: "deque[int]" = field(factory=lambda: deque(maxlen=ENDS), init=False)
 
     def add(self, tokens: int) -> None:
-        """A session ended with so many."""
+        """A session ended that had so many."""
         self._ends.append(tokens)
 
     @property

@@ -1,5 +1,6 @@
 """Which sessions an engine's cache is for: values, times that are given, and laws for any order of events."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -18,7 +19,15 @@ from polarnode.engine.residency import (
     Learned,
     Residency,
 )
-from polarnode.engine.residency_feedback import MOST_MARGIN, SHRINK, START, Feedback
+from polarnode.engine.residency_feedback import (
+    ENOUGH,
+    LEAST_MARGIN,
+    MOST_LENT,
+    SHRINK,
+    START,
+    Allowance,
+    Feedback,
+)
 from polarnode.engine.session_sizes import ENDS, GUESSES, SessionSizes
 
 MAIN = "main"
@@ -97,12 +106,12 @@ def test_a_kind_s_sessions_are_expected_to_grow_as_those_before() -> None:
 def test_a_restarted_host_begins_with_the_sizes_that_were_learned() -> None:
     before, guessing = Residency(capacity=200_000), Residency(capacity=200_000)
     ended(before, "pi", *[50_000] * 64)
-    before.feedback.margin = 0.7
+    before.feedback.margin = 0.85
     after = Residency(capacity=200_000)
     after.recall(before.learned())
     assert after.learned() == before.learned()
-    assert begun(after, "pi") == 2, "0.7 of 200,000 for sessions of 50,000"
-    assert begun(guessing, "pi") > 2, "a guess is smaller"
+    assert begun(after, "pi") == 3, "0.85 of 200,000 for sessions of 50,000"
+    assert begun(guessing, "pi") > 3, "a guess is smaller"
 
 
 def test_what_is_recalled_is_bounded() -> None:
@@ -113,7 +122,7 @@ def test_what_is_recalled_is_bounded() -> None:
     assert len(learned.ends) == KINDS
     assert learned.ends["huge"] == (40_000,), "no session of this engine can have the others"
     assert {len(ends) for kind, ends in learned.ends.items() if kind != "huge"} == {ENDS}
-    assert learned.margin == MOST_MARGIN
+    assert learned.margin == MOST_LENT
 
 
 def test_kinds_that_ended_last_are_kept() -> None:
@@ -180,7 +189,7 @@ def test_a_sub_agent_of_a_session_with_a_place_is_never_held() -> None:
 
 
 def test_a_session_that_has_not_begun_here_comes_as_a_displaced_one() -> None:
-    found = filled(90_000)
+    found = filled(94_000)
     assert not found.ask("other", "other", MAIN, 0.0, tokens=5_000)
     assert found.look(0.0) == [], "the one that is here is not larger than the budget"
     found.over("s0")
@@ -189,7 +198,7 @@ def test_a_session_that_has_not_begun_here_comes_as_a_displaced_one() -> None:
 
 
 def test_a_lost_cache_gives_back_what_was_held() -> None:
-    found = filled(90_000)
+    found = filled(94_000)
     assert not found.ask("other", "other", MAIN, 0.0, tokens=5_000)
     assert [call.session for call in found.lost()] == ["other"]
     figures = found.statistics(0.0)
@@ -212,28 +221,39 @@ def test_tokens_that_were_read_again_shrink_the_budget_unless_that_was_decided()
     assert found.statistics(0.0).reread_planned == 30_000
 
 
-def test_more_may_begin_only_while_somebody_waits_and_few_are_held() -> None:
-    found = filled(30_000, capacity=40_000, s=600.0)
+def test_the_margin_stays_until_sizes_are_known() -> None:
+    found = filled(30_000, capacity=40_000)
+    for number in range(1, 10):
+        found.may_begin("pi", number * LOOK_S)
+        turn(found, "s0", 30_000, number * LOOK_S, s=60.0)
+        found.look(number * LOOK_S)
+    assert found.feedback.margin == START
+
+
+def test_more_may_begin_only_while_somebody_waits_and_few_are_late() -> None:
+    found = filled(39_000, capacity=40_000, s=600.0)
+    found.feedback.ended = ENOUGH
     for number in range(1, 4):
-        turn(found, "s0", 30_000 + number, 0.0, cached=30_000 + number - 1)
+        turn(found, "s0", 39_000 + number, 0.0, cached=39_000 + number - 1)
         found.look(number * LOOK_S)
     assert found.feedback.margin == START
     assert not found.may_begin("pi", 3 * LOOK_S)
-    turn(found, "s0", 30_010, 3 * LOOK_S, cached=30_003)
+    turn(found, "s0", 39_010, 3 * LOOK_S, cached=39_003)
     found.look(4 * LOOK_S)
     assert found.feedback.margin > START
 
 
 def test_fewer_may_begin_where_calls_are_held_often() -> None:
     found = filled(60_000, 50_000)
-    for number in range(1, 30):
+    found.feedback.ended = ENOUGH
+    for number in range(1, 60):
         now = number * LOOK_S
         found.look(now)
         if not found.ask("s1", "s1", MAIN, now):
             found.look(now + HOLD_S)
         found.read("s1", MAIN, prompt=50_000, cached=0, seconds=5.0)
         found.ended("s1", MAIN, tokens=50_000, now=now)
-    assert found.feedback.margin < START
+    assert found.feedback.margin == LEAST_MARGIN
     assert found.feedback.scale == 1.0, "nothing was read again that was not decided"
 
 
@@ -270,24 +290,80 @@ def test_a_session_that_left_without_a_word_is_forgotten() -> None:
 # ── sizes ─────────────────────────────────────────────────────────────────────
 
 
+def mean(sizes: SessionSizes, running: Sequence[tuple[int, float]], *growth: float) -> list[float]:
+    """Tokens that sessions are expected to have together."""
+    return list(sizes.expected(running, numpy.array(growth)))
+
+
 def test_sizes_are_guessed_until_some_have_ended() -> None:
     sizes = SessionSizes(guess=10_000)
-    growth = numpy.array([0.0, 9_999.0, 10_001.0])
-    assert list(sizes.expected([(0, 1.0)], growth)) == [0.0, 9_999.0, 0.0]
+    assert mean(sizes, [(0, 1.0)], 0.0, 9_999.0, 10_001.0) == [0.0, 9_999.0, 0.0]
     for _ in range(GUESSES):
         sizes.add(2_000)
     assert sizes.largest == 2_000
-    assert list(sizes.expected([(0, 1.0), (1_000, 0.5)], numpy.array([0.0, 900.0]))) == [500.0, 1_850.0]
+    assert mean(sizes, [(0, 1.0), (1_000, 0.5)], 0.0, 900.0) == [500.0, 1_850.0]
 
 
 def test_the_part_of_sessions_that_reach_a_size() -> None:
     sizes = SessionSizes(guess=0)
     for tokens in (1_000, 2_000, 3_000, 4_000):
         sizes.add(tokens)
-    (found,) = sizes.expected([(0, 1.0)], numpy.array([2_500.0]))
+    (found,) = mean(sizes, [(0, 1.0)], 2_500.0)
     assert round(found) == 1_250, "half of four are larger"
-    (found,) = sizes.expected([(2_500, 1.0)], numpy.array([1_000.0]))
+    (found,) = mean(sizes, [(2_500, 1.0)], 1_000.0)
     assert round(found) == 1_750 or round(found) == 1_167, "of the two that come this far"
+
+
+def test_a_sub_agent_counts_until_its_session_goes_on() -> None:
+    found = filled(30_000)
+    for child in ("a", "b"):
+        assert found.ask(child, "s0", child, 1.0)
+        found.read("s0", child, prompt=10_000, cached=2_000, seconds=1.0)
+        found.ended("s0", child, tokens=10_000, now=2.0)
+    assert found.statistics(2.0).tokens == 30_000 + 2 * 8_000
+    turn(found, "s0", 31_000, 3.0, cached=30_000)
+    assert found.statistics(3.0).tokens == 31_000
+    assert found.ask("a", "s0", "a", 4.0), "one in the background calls again"
+    assert found.statistics(4.0).tokens == 31_000 + 8_000
+    found.ended("s0", "a", tokens=None, now=5.0)
+    found.over("s0")
+    assert found.learned().ends["pi"] == (46_000,), "the most that it ever had"
+
+
+def test_a_displaced_session_goes_on_while_the_allowance_has_its_tokens() -> None:
+    found = filled(50_000, 40_000, 12_000)
+    found.look(1.0)
+    assert found.statistics(1.0).displaced == 1
+    found._allowance.tokens = 4_599.0
+    assert not found.ask("s2", "s2", MAIN, 2.0), "90,000, 12,000 and a turn's 600 are 4,600 above the mark"
+    found._allowance.tokens = 4_600.0
+    assert [call.id for call in found.look(3.0)] == ["s2"]
+    found.read("s2", MAIN, prompt=12_500, cached=11_000, seconds=1.0)
+    assert found._allowance.tokens == pytest.approx(4_600.0 - 1_000 + 0.012 * 12_500), "what was read again"
+
+
+def test_the_allowance_is_bounded() -> None:
+    allowance = Allowance()
+    allowance.earn(1_000_000, lends=False, most=5_000.0)
+    assert allowance.tokens == 5_000.0
+    allowance.settle(0, 1_000_000, most=5_000.0)
+    assert allowance.tokens == -5_000.0
+    assert not allowance.spend(0), "it is in debt"
+
+
+def test_new_weights_correct_nothing() -> None:
+    found = filled(30_000, capacity=40_000)
+    found.feedback.ended = ENOUGH
+    allowance = found._allowance.tokens
+    for number in range(1, 10):
+        found.cold()
+        found.may_begin("pi", number * LOOK_S)
+        turn(found, "s0", 30_000, number * LOOK_S, s=60.0)
+        found.look(number * LOOK_S)
+    assert found.feedback.margin > START, "nothing was late or read again but for the weights"
+    assert found.feedback.scale == 1.0
+    assert found._allowance.tokens > allowance
+    assert found.statistics(0.0).reread_planned == 9 * 30_000
 
 
 def test_the_speed_of_the_engine_is_that_of_its_long_reads() -> None:
