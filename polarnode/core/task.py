@@ -247,9 +247,24 @@ class SnapshotSpec:
 
 
 @frozen(kw_only=True)
+class ForkSpec:
+    """Where the task's sessions begin: in the state of another session before its turn `turn`, which is the
+    first that they sample anew. The turns before it are inherited: context, and never trained again.
+
+    `by`: `resume` starts the harness from a snapshot of that session, `replay` starts it afresh and answers
+    it from the record for as long as it asks what was asked before.
+    """
+
+    session: str
+    turn: int
+    by: Literal["resume", "replay"] = "resume"
+
+
+@frozen(kw_only=True)
 class TaskSpec:
     """One task: `num_samples` sessions of the same harness on the same instruction, which form a group.
-    `requires`: labels that the node that runs it has, `model` and `node` among them.
+    `requires`: labels that the node that runs it has, `model` and `node` among them. `fork`: they all go on
+    from one state of another session, whose harness and instruction they have.
     """
 
     instruction: str
@@ -270,6 +285,7 @@ class TaskSpec:
     adapter: str = ""  # the name of the LoRA adapter that its calls are sampled by; "" for the base alone
     group: GroupSpec = field(factory=GroupSpec)
     snapshot_at: SnapshotSpec = field(factory=SnapshotSpec)
+    fork: ForkSpec | None = None
     callback_url: str | None = None  # each event of the task is sent to this URL by POST until it is accepted
     # the body of the POST: `event`, the event as on the stream, or a format that the node registered
     callback_format: str = "event"

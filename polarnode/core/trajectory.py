@@ -275,12 +275,30 @@ class Verdict:
 
 
 @frozen(kw_only=True)
+class ForkedFrom:
+    """The state in which a session began: that of session `session_id` before its turn `turn`, as its task
+    asked.
+
+    Turns with an index below `got` are inherited: the other session sampled them, and they are trained
+    there. `got` is less than `turn` where the fork left the record earlier; `differs` then says in words
+    what was different.
+    """
+
+    session_id: str
+    turn: int
+    got: int
+    by: Literal["resume", "replay"]
+    differs: str | None = None
+
+
+@frozen(kw_only=True)
 class Trajectory:
     """All traces of one session, with its outcome, timing and reward: what a trainer reads.
 
     `attempt` counts the sessions of one place in the group from 0; `retried_as` is the session that replaced
     this one. `staleness`: the weight updates between its oldest sampled token and its end, None where that is
-    unknown. `damaged` names what the journal could not give back of it.
+    unknown. `damaged` names what the journal could not give back of it. `forked_from`: the session whose
+    first turns this one inherited, which are in `turns` too.
     """
 
     session_id: str
@@ -303,11 +321,17 @@ class Trajectory:
     retried_as: str | None = None
     staleness: int | None = None
     damaged: tuple[Damaged, ...] = ()
+    forked_from: ForkedFrom | None = None
+
+    @property
+    def inherited(self) -> int:
+        """Turns with an index below this are inherited. 0 for a session that is no fork."""
+        return 0 if self.forked_from is None else self.forked_from.got
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens the model sampled in this session."""
-        return sum(len(turn.sampled) for turn in self.turns)
+        """Tokens the model sampled in this session, without those of inherited turns."""
+        return sum(len(turn.sampled) for turn in self.turns if turn.index >= self.inherited)
 
     @property
     def trainable_tokens(self) -> int:

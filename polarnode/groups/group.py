@@ -243,14 +243,17 @@ def stamped(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
 
 def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None:
     """Weight updates between the session's oldest sampled token and the last of `history`. None when no
-    token's version is in it, or one is unknown.
+    token's version is in it, or one is unknown. What a fork inherited was sampled, and counts, in its parent.
 
     For a version that was served more than once, the last time counts: a rollback made its tokens fresh
     again.
     """
     behind = {version: len(history) - 1 - index for index, version in enumerate(history)}
     sampled = {
-        span.version for turn in trajectory.turns for span in turn.version_spans if span.end > span.start
+        span.version
+        for turn in trajectory.turns
+        for span in turn.version_spans
+        if span.end > span.start and turn.index >= trajectory.inherited
     }
     if UNKNOWN_VERSION in sampled:
         return None

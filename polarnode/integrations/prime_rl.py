@@ -36,6 +36,7 @@ from verifiers.v1.types import Usage
 
 from polarnode.client import ClientError, PolarnodeClient, Unreachable
 from polarnode.client.tensors import push_adapter
+from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
@@ -191,6 +192,7 @@ def fill(trace: Trace, trajectory: Trajectory, *, reward: bool) -> None:
         "status": outcome.status,
         "reason": outcome.reason,
         "staleness": trajectory.staleness,
+        "forked_from": plain(trajectory.forked_from),
         "versions": [list(versions_of(row)) for row in trained_rows(trajectory)],
     }
 

@@ -25,7 +25,13 @@ from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Built, LeftOut, Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge import ledger
 from polarnode.merge.invariants import check_turns
-from polarnode.merge.selection import Settings, TrainableSelection, read_settings, select
+from polarnode.merge.selection import (
+    INHERITED_TURNS,
+    Settings,
+    TrainableSelection,
+    read_settings,
+    select,
+)
 from polarnode.merge.token_extras import row_extras
 
 # ── slices ────────────────────────────────────────────────────────────────────────────────────────
@@ -237,23 +243,33 @@ SESSION_TOKENS: Final = 16 << 20
 OVERSIZE: Final = "oversize"  # why a turn is left out whose row would exceed them
 
 
-def build(spec: BuilderSpec, turns: Sequence[Turn], *, allowed_imports: tuple[str, ...] = ()) -> Built:
-    """The rows of a session from the named builder. Raises Refused for an unknown name, a wrong config or a
-    failing import.
+def build(
+    spec: BuilderSpec, turns: Sequence[Turn], *, inherited: int = 0, allowed_imports: tuple[str, ...] = ()
+) -> Built:
+    """The rows of a session from the named builder; turns with an index below `inherited` are context alone,
+    which a builder reads in its config as `inherited_turns`. Raises Refused for an unknown name, a wrong
+    config or a failing import.
 
     Raises InvariantViolated if the turns themselves are incomplete, before any row is made. Turns whose rows
     would exceed SESSION_TOKENS together are left out.
     """
     check_turns(turns)
+    if INHERITED_TURNS in spec.config:
+        raise Refused(
+            f"{INHERITED_TURNS} is what the node tells a builder about a fork: leave it out of"
+            " builder.config, and name the fork in the task's `fork`",
+            path=f"$.builder.config.{INHERITED_TURNS}",
+        )
+    config = {**spec.config, INHERITED_TURNS: inherited} if inherited else spec.config
     if spec.import_path is not None:
-        return _foreign(spec.import_path, turns, spec.config, allowed_imports)
+        return _foreign(spec.import_path, turns, config, allowed_imports)
     builder = _BUILDERS.get(spec.name)
     if builder is None:
         raise Refused(
             f"there is no builder {spec.name!r}: name one of {', '.join(_BUILDERS)}, or give import_path",
             path="$.builder.name",
         )
-    return builder(turns, spec.config)
+    return builder(turns, config)
 
 
 def prefix_merging(

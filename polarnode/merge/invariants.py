@@ -3,7 +3,8 @@
 1. For each turn, the trace it lies in starts with that turn's prompt ids followed by its sampled ids.
    A slice of a row that is too long for its task: the same from the slice's offset on.
 2. The masks of a session's traces, summed, equal the sampled tokens of its turns; a turn left out is listed
-   with its reason.
+   with its reason. A fork's inherited turns, and they alone, are left out as `inherited`, and each of its
+   traces trains a token: so every token of a tree of forks is trained in the session that sampled it.
 3. One float32 logprob and one weight version for each sampled token, from the engine, never recomputed.
 4. A trace's turn spans and the spans between them are, in order, all of its ids: no gap, no overlap. The
    slices of a row follow one another, in order, on one line of turns; what lies between two of them is
@@ -374,20 +375,22 @@ class Counts:
         return (self.turns - self.left_out) / self.traces if self.traces else 0.0
 
 
-def check(turns: Sequence[Turn], built: Built, *, train_failed: bool = False) -> Counts:
+def check(turns: Sequence[Turn], built: Built, *, train_failed: bool = False, inherited: int = 0) -> Counts:
     """Check the invariants of a session's traces; return the counts. Raises InvariantViolated, with numbers.
 
-    `train_failed`: the task trains what was sampled before the engine failed, too.
+    `train_failed`: the task trains what was sampled before the engine failed, too. `inherited`: turns with an
+    index below it are its parent's.
     """
     check_turns(turns)
     by_index = {turn.index: turn for turn in turns}
     reasons = _left_out(by_index, built)
+    _check_inherited(by_index, built.traces, reasons, inherited)
     for number, trace in enumerate(built.traces):
         check_trace(f"trace {number}", trace, by_index, train_failed=train_failed)
     check_parts(built.traces, by_index)
     trained = _check_masks(by_index, built.traces, reasons)
     return Counts(
-        sampled=sum(len(turn.sampled) for turn in turns),
+        sampled=sum(len(turn.sampled) for turn in turns if turn.index >= inherited),
         trainable=trained,
         left_out=len(reasons),
         turns=len(turns),
@@ -406,6 +409,23 @@ def _left_out(by_index: Mapping[int, Turn], built: Built) -> dict[int, str]:
             f" {silent} have no reason"
         )
     return reasons
+
+
+def _check_inherited(
+    by_index: Mapping[int, Turn], traces: Sequence[Trace], reasons: Mapping[int, str], inherited: int
+) -> None:
+    """The turns of a fork's parent are left out as inherited, no other turn is, and no trace is of them
+    alone.
+    """
+    wrong = [index for index in by_index if (reasons.get(index) == "inherited") != (index < inherited)]
+    if wrong:
+        raise InvariantViolated(
+            f"invariant 2: turns below {inherited} are inherited, but turn {wrong[0]} is"
+            f" {reasons.get(wrong[0]) or 'not left out'}"
+        )
+    idle = [number for number, trace in enumerate(traces) if inherited and 1 not in trace.loss_mask]
+    if idle:
+        raise InvariantViolated(f"invariant 2: trace {idle[0]} of a fork trains no token")
 
 
 # ── all traces ────────────────────────────────────────────────────────────────────────────────────

@@ -31,7 +31,8 @@ class Settings:
 
     `train_superseded`: cut answers that the client requested again. `train_failed`: what was sampled
     before the engine failed. `train_cut`: answers that ended at their token limit. `train_partial`:
-    answers that ended because the client left or aborted them.
+    answers that ended because the client left or aborted them. `inherited_turns`: turns with an index below
+    it are a fork's context; the node sets it, never a task.
     """
 
     train_roles: frozenset[TurnRole] = TRAINED_ROLES
@@ -40,8 +41,11 @@ class Settings:
     train_cut: bool = True
     train_partial: bool = True
     max_row_tokens: int | None = None
+    inherited_turns: int = 0
 
 
+INHERITED: Final = "inherited"  # why a turn is left out that a fork has from its parent, where it is trained
+INHERITED_TURNS: Final = "inherited_turns"  # in the config that a builder is given for a fork
 _SWITCHES: Final[Mapping[str, str]] = {
     "train_superseded": "whether cut answers that the client requested again are trained",
     "train_failed": "whether what was sampled before the engine failed is trained",
@@ -49,14 +53,14 @@ _SWITCHES: Final[Mapping[str, str]] = {
     "train_partial": "whether answers that ended because the client left or by an abort are trained",
 }
 _OLDER_WORD: Final = "train_auxiliary"
-NAMES: Final = (*(field.name for field in fields(Settings)), _OLDER_WORD)
+NAMES: Final = (*(each.name for each in fields(Settings) if each.name != INHERITED_TURNS), _OLDER_WORD)
 
 
 def read_settings(config: Mapping[str, Json]) -> Settings:
     """The settings in a config. Raises Refused, with the field's path, for an unknown name or an invalid
     value.
     """
-    unknown = [name for name in config if name not in NAMES]
+    unknown = [name for name in config if name not in (*NAMES, INHERITED_TURNS)]
     if unknown:
         raise Refused(
             f"builders have no setting {unknown[0]!r}: use one of {', '.join(NAMES)}", path=_path(unknown[0])
@@ -64,7 +68,13 @@ def read_settings(config: Mapping[str, Json]) -> Settings:
     switches = {
         name: _switch(config, name, what, getattr(Settings(), name)) for name, what in _SWITCHES.items()
     }
-    return Settings(train_roles=_train_roles(config), max_row_tokens=_limit(config), **switches)
+    inherited = config.get(INHERITED_TURNS, 0)
+    return Settings(
+        train_roles=_train_roles(config),
+        max_row_tokens=_limit(config),
+        inherited_turns=inherited if isinstance(inherited, int) else 0,
+        **switches,
+    )
 
 
 def _switch(config: Mapping[str, Json], name: str, what: str, default: bool) -> bool:
@@ -177,6 +187,8 @@ def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> TrainableSelect
 
 def _why_not(turn: Turn, settings: Settings, *, ending: Turn, retried: bool) -> str | None:
     """Why a turn carries no loss, or None. `ending` is the turn with which its answer ended."""
+    if turn.index < settings.inherited_turns:
+        return INHERITED
     if turn.state == "failed" and not (settings.train_failed and turn.sampled and is_whole(turn)):
         return "failed"
     if not turn.sampled:

@@ -15,6 +15,7 @@ from polarnode.core.task import BuilderSpec, TaskSpec
 from polarnode.core.trajectory import (
     Built,
     Damaged,
+    ForkedFrom,
     LeftOut,
     Outcome,
     Timing,
@@ -28,7 +29,7 @@ from polarnode.merge.builders import build
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.invariants import check, check_lengths
 from polarnode.merge.roles import reclassify_roles
-from polarnode.merge.selection import read_settings
+from polarnode.merge.selection import INHERITED, read_settings
 
 
 @frozen(kw_only=True)
@@ -44,6 +45,18 @@ class Identity:
     model: str
     node: str
     attempt: int = 0
+    # of a fork. While it runs, `got` is how many turns it may inherit: those with an index below it that are
+    # there are inherited
+    forked_from: ForkedFrom | None = None
+
+    def began_with(self, turns: Sequence[Turn]) -> ForkedFrom | None:
+        """What the session that ended with these turns inherited."""
+        fork = self.forked_from
+        if fork is None:
+            return None
+        got = max((turn.index + 1 for turn in turns if turn.index < fork.got), default=0)
+        over = f"the session ended before its turn {got} was asked for"
+        return evolve(fork, got=got, differs=fork.differs or (over if got < fork.turn else None))
 
 
 @frozen(kw_only=True)
@@ -81,10 +94,10 @@ def assemble(
     whose = InvariantViolated if spec.builder.import_path is None else Refused
     try:
         with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):
-            built = build(spec.builder, turns, allowed_imports=allowed_imports)
-            return _trajectory(
-                identity, spec, turns, result, built=built, counts=_counts(spec.builder, turns, built)
-            )
+            inherited = _inherited(identity, turns)
+            built = build(spec.builder, turns, inherited=inherited, allowed_imports=allowed_imports)
+            counts = _counts(spec.builder, turns, built, inherited)
+            return _trajectory(identity, spec, turns, result, built=built, counts=counts)
     except PolarnodeError as error:
         outcome = evolve(result.outcome, status="error", boundary=error.boundary, reason=str(error))
         return without_traces(identity, spec, turns, evolve(result, outcome=outcome))
@@ -104,12 +117,21 @@ def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], re
     outcome names.
     """
     reason = result.outcome.boundary or result.outcome.status
-    left_out = tuple(LeftOut(turn=turn.index, reason=reason) for turn in turns)
+    inherited = _inherited(identity, turns)
+    left_out = tuple(
+        LeftOut(turn=turn.index, reason=INHERITED if turn.index < inherited else reason) for turn in turns
+    )
     return _trajectory(identity, spec, turns, result, built=Built(traces=(), left_out=left_out), counts={})
 
 
-def _counts(spec: BuilderSpec, turns: Sequence[Turn], built: Built) -> dict[str, Json]:
-    counted = check(turns, built, train_failed=spec.config.get("train_failed") is True)
+def _inherited(identity: Identity, turns: Sequence[Turn]) -> int:
+    began = identity.began_with(turns)
+    return 0 if began is None else began.got
+
+
+def _counts(spec: BuilderSpec, turns: Sequence[Turn], built: Built, inherited: int) -> dict[str, Json]:
+    train_failed = spec.config.get("train_failed") is True
+    counted = check(turns, built, train_failed=train_failed, inherited=inherited)
     if spec.import_path is None:
         check_lengths(built.traces, read_settings(spec.config).max_row_tokens)
     return {
@@ -129,7 +151,7 @@ def _trajectory(
     built: Built,
     counts: Mapping[str, Json],
 ) -> Trajectory:
-    verdict = result.verdict
+    verdict, inherited = result.verdict, _inherited(identity, turns)
     evaluation: dict[str, Json] = (
         {"evaluation": dict(verdict.metrics)} if verdict is not None and verdict.metrics else {}
     )
@@ -147,7 +169,11 @@ def _trajectory(
             **counts,
             **result.metrics,
             **evaluation,
-            "lineage": lineage_figures(turns, built.left_out, thinking=spec.thinking),
+            "lineage": lineage_figures(
+                [turn for turn in turns if turn.index >= inherited],
+                [each for each in built.left_out if each.turn >= inherited],
+                thinking=spec.thinking,
+            ),
         },
         timing=result.timing,
         harness=identity.harness,
@@ -157,6 +183,7 @@ def _trajectory(
         metadata=spec.metadata,
         attempt=identity.attempt,
         retried_as=result.retried_as,
+        forked_from=identity.began_with(turns),
     )
 
 

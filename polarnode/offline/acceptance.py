@@ -338,12 +338,11 @@ def parse_acceptance(text: str) -> Acceptance:
 
 
 def is_empty(trajectory: Trajectory) -> bool:
-    """Whether nothing was generated: no turn, or none whose answer has a call, or a text or thought with a
-    letter in it.
+    """Whether nothing was generated: no turn of its own, or none whose answer has a call, or a text or
+    thought with a letter in it.
     """
-    return not any(
-        _says(part) for turn in trajectory.turns if turn.answer is not None for part in turn.answer.parts
-    )
+    own = (turn for turn in trajectory.turns if turn.index >= trajectory.inherited)
+    return not any(_says(part) for turn in own if turn.answer is not None for part in turn.answer.parts)
 
 
 def _says(part: Part) -> bool:

@@ -239,7 +239,7 @@ def _line(
     return {
         "messages": list(messages_json(conversation.messages)),
         "tools": plain(tools_shape(conversation.tools)),
-        "sampled": list[Json](_sampled(conversation.messages, turns, last)),
+        "sampled": list[Json](_sampled(conversation.messages, turns, last, inherited=trajectory.inherited)),
         "session_id": trajectory.session_id,
         "task_id": trajectory.task_id,
         "group_id": trajectory.group_id,
@@ -253,13 +253,18 @@ def _line(
     }
 
 
-def _sampled(messages: Sequence[Message], turns: Mapping[int, Turn], last: int) -> Iterator[int]:
+def _sampled(
+    messages: Sequence[Message], turns: Mapping[int, Turn], last: int, *, inherited: int
+) -> Iterator[int]:
     """The places of the assistant messages that were sampled in this very sequence: the others were shown as
-    history.
+    history, or are those of turns that a fork inherited.
     """
     line = line_of(turns, last) or ()
     added = [turn.new_messages.messages for turn in line if turn.new_messages is not None]
     shown = len(added[0]) if added else 0
+    parents = [turn.index for turn in line if turn.index < inherited]
+    before = transcript(turns, parents[-1]) if parents else None
+    shown = shown if before is None else max(shown, len(before.messages))
     later = {id(message) for messages in added for message in messages}
     for place, message in enumerate(messages):
         if message.role == "assistant" and (place >= shown and id(message) not in later):

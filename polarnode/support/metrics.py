@@ -232,7 +232,8 @@ class NodeCounters:
         self.traces += len(trajectory.traces)
         self.trainable_tokens += trajectory.trainable_tokens
         sampled = {turn.index: len(turn.sampled) for turn in trajectory.turns}
-        for left in trajectory.left_out:
+        own = (left for left in trajectory.left_out if left.turn >= trajectory.inherited)
+        for left in own:
             reason = left.reason if left.reason in LEFT_OUT else OTHER
             self.left_out_turns[reason] += 1
             self.left_out_tokens[reason] += sampled.get(left.turn, 0)

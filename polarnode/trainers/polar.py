@@ -460,6 +460,7 @@ def _ours(trajectory: Trajectory, origin: Origin) -> dict[str, Json]:
         "group_id": trajectory.group_id,
         "sample_index": trajectory.sample_index,
         "attempt": trajectory.attempt,
+        "forked_from": plain(trajectory.forked_from),
         "outcome": plain(trajectory.outcome),
         "reward": trajectory.reward,
         "ready_s": trajectory.timing.ready_s,

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy
 from attrs import frozen
 
+from polarnode.core.codec.json import plain
 from polarnode.core.trajectory import Status, Trajectory
 from polarnode.groups.group import Group
 from polarnode.trainers.rows import (
@@ -198,6 +199,7 @@ def _own(trajectory: Trajectory) -> dict[str, Any]:
         "outcome": outcome.status,
         "reason": outcome.reason,
         "staleness": trajectory.staleness,
+        "forked_from": plain(trajectory.forked_from),
         "session_reward": trajectory.reward,
     }
 

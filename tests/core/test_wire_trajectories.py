@@ -25,6 +25,7 @@ from polarnode.core.conversation import Answer, Json, Message, Sampling, TextPar
 from polarnode.core.errors import JournalError, Refused
 from polarnode.core.trajectory import (
     Damaged,
+    ForkedFrom,
     LeftOut,
     NewMessages,
     Outcome,
@@ -460,6 +461,7 @@ def test_no_field_of_a_trace_or_a_trajectory_is_forgotten() -> None:
         *session, traces=(trace,), left_out=(LeftOut(turn=0, reason="r"),), metrics={"m": [1]}, timing=Timing(run_s=2.0), harness="h",
         harness_version="1", model="m", node="n", metadata={"a": None}, attempt=1, retried_as="s2", staleness=3,
         damaged=(Damaged(part="turns[7]", reason="r"),),
+        forked_from=ForkedFrom(session_id="s0", turn=2, got=1, by="replay", differs="d"),
     )  # fmt: skip
     for value in (trace, full):
         plain_ones = [

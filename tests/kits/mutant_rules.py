@@ -29,6 +29,7 @@ P10_N = f"{CASES}::test_p10_choices_of_one_call_are_siblings_and_each_is_trained
 RECORDED = f"{CASES}::test_p10_what_the_engine_said_of_each_token_is_what_is_recorded"
 LAWS = "tests/merge/test_merge_checks.py"
 BUILDERS = "tests/merge/test_merge_builders.py"
+FORKS = "tests/merge/test_merge_forks.py"
 LINEAGE = "tests/merge/test_merge_lineage.py"
 REFERENCES = "tests/merge/test_merge_references.py"
 FINGERPRINT = "tests/merge/test_merge_fingerprint.py"
@@ -449,6 +450,12 @@ TRAINING = (
             (LAWS,),
         ),
         (
+            "what a fork inherited is trained again",
+            "    if turn.index < settings.inherited_turns:\n",
+            "    if turn.index < 0:\n",
+            (FORKS,),
+        ),
+        (
             "superseded turns are trained",
             "if retried and not settings.train_superseded:",
             "if retried and settings.train_superseded:",
@@ -603,6 +610,24 @@ CHECKING = (
             "if span.start != end or span.end <= span.start:",
             "if span.end <= span.start:",
             (LAWS,),
+        ),
+        (
+            "inherited turns may be trained",
+            '(reasons.get(index) == "inherited") != (index < inherited)]',
+            'reasons.get(index) == "inherited" and index >= inherited]',
+            (FORKS,),
+        ),
+        (
+            "a turn may be left out as inherited that is not",
+            '(reasons.get(index) == "inherited") != (index < inherited)]',
+            'reasons.get(index) != "inherited" and index < inherited]',
+            (FORKS,),
+        ),
+        (
+            "a fork may have idle rows",
+            "if inherited and 1 not in trace.loss_mask]",
+            "if inherited < 0]",
+            (FORKS,),
         ),
         (
             "two turns may have one number",

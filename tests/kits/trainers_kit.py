@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Sampling, Usage
 from polarnode.core.task import BuilderSpec, HarnessSpec, TaskSpec
-from polarnode.core.trajectory import Outcome, Timing, Trajectory, Turn, Verdict, VersionSpan
+from polarnode.core.trajectory import ForkedFrom, Outcome, Timing, Trajectory, Turn, Verdict, VersionSpan
 from polarnode.groups import Group, Member
 from polarnode.merge.trajectory import Identity, Result, assemble
 
@@ -101,7 +101,7 @@ def publish(
     )
     identity = Identity(
         session_id=more.pop("session_id", f"s{sample_index}"), task_id="t", group_id="g", sample_index=sample_index, harness="pi",
-        harness_version="1", model="tiny", node="n0",
+        harness_version="1", model="tiny", node="n0", forked_from=more.pop("forked_from", None),
     )  # fmt: skip
     found = assemble(identity, spec, turns, result)
     assert found.outcome.boundary != "laws", found.outcome.reason
@@ -200,6 +200,46 @@ def published(draw: st.DrawFn) -> Trajectory:
         config=config,
         reward=draw(st.floats(-1, 1)),
     )
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[Trajectory]:
+    """A session, forks of it and forks of forks: each goes on from some turn of another one. No two sampled
+    tokens have one id.
+    """
+    fresh = iter(range(1, 2**17))
+    config: dict[str, Any] = {"train_roles": ["main", "subagent", "auxiliary", "compaction"]}
+    if (limit := draw(st.none() | st.integers(4, 12))) is not None:
+        config["max_row_tokens"] = limit
+    builder = draw(st.sampled_from(("prefix_merging", "per_request")))
+    found: list[Trajectory] = []
+    for number in range(draw(st.integers(2, 6))):
+        whose = f"s{number}"
+        parent = draw(st.sampled_from(found)) if found else None
+        turn = 0 if parent is None else draw(st.integers(0, len(parent.turns) - 1))
+        got = draw(st.integers(0, turn))
+        turns = [] if parent is None else [evolve(each, session_id=whose) for each in parent.turns[:got]]
+        for index in range(len(turns), len(turns) + draw(st.integers(1, 3))):
+            behind = draw(st.none() | st.sampled_from(turns)) if turns else None
+            delta = [next(fresh) for _ in range(draw(st.integers(0 if behind else 1, 3)))]
+            sampled = [next(fresh) for _ in range(draw(st.integers(1, 4)))]
+            lineage = index if behind is None else behind.lineage
+            turns.append(evolve(make_turn(index, behind, delta, sampled, lineage=lineage), session_id=whose))
+        fork = None if parent is None else ForkedFrom(
+            session_id=parent.session_id, turn=turn, got=got, by="replay"
+        )  # fmt: skip
+        found.append(
+            publish(
+                turns,
+                sample_index=number,
+                session_id=whose,
+                builder=builder,
+                config=config,
+                reward=0.5,
+                forked_from=fork,
+            )
+        )
+    return found
 
 
 def trained(trajectory: Trajectory) -> list[list[tuple[int, float, str]]]:

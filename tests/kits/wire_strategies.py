@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Answer, Message, Sampling, TextPart, ThinkingPart, ToolCall, Usage
 from polarnode.core.trajectory import (
+    ForkedFrom,
     LeftOut,
     NewMessages,
     Outcome,
@@ -263,4 +264,15 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         attempt=draw(st.integers(0, 3)),
         retried_as=draw(st.none() | TEXTS),
         staleness=draw(st.none() | st.integers(0, 9)),
+        forked_from=draw(
+            st.none()
+            | st.builds(
+                ForkedFrom,
+                session_id=TEXTS,
+                turn=st.integers(0, 9),
+                got=st.integers(0, 9),
+                by=st.sampled_from(("resume", "replay")),
+                differs=st.none() | TEXTS,
+            )
+        ),
     )

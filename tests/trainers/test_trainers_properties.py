@@ -5,6 +5,7 @@ Each reader below knows its trainer's conventions and nothing of ours: what it t
 trajectory's masks say.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from sample_kit import examples
-from trainers_kit import published, taught, trained
+from trainers_kit import published, taught, trained, trees
 
 from polarnode.core.trajectory import Trajectory
 from polarnode.trainers import areal, atropos, miles, nemo_rl, prime_rl, skyrl, slime, tinker, trl, verl
@@ -174,6 +175,18 @@ def test_every_trained_token_is_told_again_in_its_place(name: str, session: Traj
     assert list(READERS[name](session)) == [
         [(token, logprob) for token, logprob, _ in row] for row in trained(session)
     ]
+
+
+@examples(100)
+@given(tree=trees())
+def test_every_sampled_token_of_a_tree_is_told_once(tree: list[Trajectory]) -> None:
+    own = [turn for session in tree for turn in session.turns if turn.index >= session.inherited]
+    sampled = Counter(token for turn in own for token in turn.sampled)
+    assert set(sampled.values()) == {1}
+    assert set(sampled) == {token for session in tree for turn in session.turns for token in turn.sampled}
+    for name, reader in READERS.items():
+        told = Counter(token for session in tree for row in reader(session) for token, _ in row)
+        assert told == sampled, name
 
 
 @examples(60)

@@ -26,6 +26,7 @@ from polarnode.core.task import (
     EvaluationSpec,
     EvaluatorSpec,
     FileSpec,
+    ForkSpec,
     GroupSpec,
     HarnessSpec,
     McpServerSpec,
@@ -94,6 +95,8 @@ def task_rules(spec: TaskSpec) -> Iterator[Rule]:
     yield from _evaluator_rules(spec.evaluator)
     yield from _group_rules(spec.group, spec.num_samples)
     yield from _snapshot_rules(spec.snapshot_at, spec.runtime)
+    if spec.fork is not None:
+        yield from _fork_rules(spec.fork)
     if spec.callback_url is not None:
         yield from _url_rules(spec.callback_url, "$.callback_url")
 
@@ -196,6 +199,12 @@ def _group_rules(group: GroupSpec, num_samples: int) -> Iterator[Rule]:
         "$.group.max_staleness",
         f"must be 0 to {limits.COUNT}, not {behind}",
     )
+
+
+def _fork_rules(fork: ForkSpec) -> Iterator[Rule]:
+    yield from _name_rules(fork.session, "$.fork.session")
+    within = f"must be 0 to {limits.COUNT}, not {fork.turn}: it is the number of the first turn sampled anew"
+    yield Rule(0 <= fork.turn <= limits.COUNT, "$.fork.turn", within)
 
 
 def _url_rules(url: str, path: str) -> Iterator[Rule]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Final
 
+from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json, Message, Part, TextPart, ThinkingPart, ToolCall
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.groups import lost_to_the_machine
@@ -88,12 +89,18 @@ def _ours(found: Trajectory) -> Json:
         "session_id": found.session_id,
         "task_id": found.task_id,
         "outcome": found.outcome.status,
+        "forked_from": plain(found.forked_from),
         "rows": len(rows_of(found)),
         "delivered_row": None if row is None else row.index,
         "trainable_tokens": found.trainable_tokens,
         "delivered_tokens": 0 if row is None else row.trace.loss_mask.count(1),
         "weight_versions": list(
-            dict.fromkeys(span.version for turn in found.turns for span in turn.version_spans)
+            dict.fromkeys(
+                span.version
+                for turn in found.turns
+                if turn.index >= found.inherited
+                for span in turn.version_spans
+            )
         ),
     }
 
