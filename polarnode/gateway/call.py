@@ -27,6 +27,7 @@ from hypercorn.typing import ASGIReceiveCallable
 from polarnode.core.conversation import Conversation, Message, ModelRequest, Tool
 from polarnode.core.errors import Busy, EngineError, Refused
 from polarnode.core.ports import Chunk, Engine, Tokenizer, WithheldChunks
+from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import (
     Abandon,
     Bookkeeping,
@@ -54,6 +55,7 @@ from polarnode.gateway.call_events import (
     SessionEnded,
     StartGeneration,
 )
+from polarnode.gateway.inherited import chunk_of
 from polarnode.gateway.live_sessions import Attempt, LiveSession, wait_ended
 from polarnode.gateway.machine import EMPTY_ANSWER, Exchange, Terms
 from polarnode.http.asgi import Responder, wait_disconnected
@@ -295,6 +297,8 @@ class ModelCall:
     _attempt: Attempt = field(init=False)
     # cancelled when the client leaves or the session closes
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
+    _planned: Planned | None = field(default=None, init=False)
+    _given: Turn | None = field(default=None, init=False)  # of a fork's parent, whose answer is given again
     _answered: bool = field(default=False, init=False)  # the response is an answer, not a fault
     _finished: bool = field(default=False, init=False)  # the last outgoing command is in the outbox
     # sent after the call has left its session: a whole response, or what the client of a cut stream is sent
@@ -457,12 +461,13 @@ class ModelCall:
             if plan is not None:
                 lineages.abandon(plan)
             return RequestRefused(error=error)
-        return Planned(
+        self._planned = Planned(
             plans=plans,
             resumed_prefix=lineages.resumed_prefix(plan),
             signature=lineages.references.signature(plan.index),
             carry=session.carrier.carry(plan.parent),
         )
+        return self._planned
 
     async def _render(self, plan: Plan) -> PromptRendered | RequestRefused:
         session = self.incoming.session
@@ -491,6 +496,14 @@ class ModelCall:
 
     async def _generate(self, exchange: Exchange, generation: StartGeneration) -> None:
         choice, began = generation.choice, trio.current_time()
+        if self._planned is not None:
+            plan = self._planned.plans[choice]
+            self._given = self.incoming.session.inherited_answer(plan, generation.order)
+        if self._given is not None:
+            recorded = chunk_of(self._given, generation.order)
+            produced = Produced(chunk=recorded, at=began, choice=choice)
+            await self._carry_out(exchange, exchange.receive(produced))
+            return
         try:
             async with self.model.engine.generate(generation.order) as chunks:
                 self.incoming.session.waited(trio.current_time() - began)
@@ -534,7 +547,7 @@ class ModelCall:
         session, incoming = self.incoming.session, self.incoming
         match command:
             case RecordTurn(turn, resumable):
-                session.commit(turn)
+                session.commit(turn if self._given is None else evolve(turn, used=self._given.used))
                 if resumable:
                     self._attempt.keep(turn.index)
             case KeepResponse(response):

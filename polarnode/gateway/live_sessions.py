@@ -18,10 +18,12 @@ from attrs import define, field, frozen
 
 from polarnode.core.conversation import Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.core.errors import Busy, ForkError
+from polarnode.core.ports import GenerateOrder
 from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import UndeliveredResponse
+from polarnode.gateway.inherited import InheritedAnswers
 from polarnode.gateway.known_histories import KnownHistories
 from polarnode.gateway.machine import SESSION_OVER
 from polarnode.gateway.resumed_session import ResumedSession
@@ -151,8 +153,8 @@ _TOO_MANY: Final = Fault(
 
 @define(eq=False)
 class Counters:
-    """What a session has used. `turns` counts every recorded turn, including `failed`, `partial` and
-    `resumed` ones.
+    """What a session has used. `turns` counts every recorded turn, including `failed`, `partial`, `resumed`
+    and inherited ones.
 
     `replayed` counts responses sent again, `prewarmed` requests for no generation; neither is a turn.
     """
@@ -165,6 +167,7 @@ class Counters:
     replayed: int = 0
     prewarmed: int = 0
     sampled_tokens: int = 0
+    inherited_tokens: int = 0  # sampled by a fork's parent
     last_turn: float | None = None  # when the last one was recorded, on its owner's clock
     refusals: Counter[str] = field(factory=Counter)  # by the fault's kind
 
@@ -240,6 +243,8 @@ class LiveSession:
     retries: Retries = field(factory=Retries, init=False)
     parts: ReadParts = field(factory=ReadParts, init=False)
     histories: KnownHistories = field(factory=KnownHistories, init=False)
+    inherited: int = field(default=0, init=False)  # turns with a lower index are those of a fork's parent
+    _answers: InheritedAnswers | None = field(default=None, init=False)  # of a fork's parent, given again
     over: bool = field(default=False, init=False)
     spent_clock: SpentClock | None = field(default=None, init=False)
     # its threads that read or render long requests: one, so that another session always finds a free one
@@ -258,13 +263,10 @@ class LiveSession:
     @property
     def token_room(self) -> int | None:
         """Tokens that may still be sampled; None without a budget. Calls in progress do not count until they
-        are recorded.
+        are recorded; what a fork inherited counts, because the state goes on.
         """
-        return (
-            None
-            if self.budgets.max_tokens is None
-            else max(0, self.budgets.max_tokens - self.counters.sampled_tokens)
-        )
+        most, used = self.budgets.max_tokens, self.counters
+        return None if most is None else max(0, most - used.sampled_tokens - used.inherited_tokens)
 
     def refusal(self, messages: Sequence[Message] = (), *, samples: int = 1) -> Fault | None:
         """Why a new call about `messages` is refused: the session is over, a budget has no room for its
@@ -350,9 +352,49 @@ class LiveSession:
         self.counters.failed += turn.state == "failed"
         self.counters.partial += turn.state == "partial"
         self.counters.resumed += turn.reason == RESUMED
-        self.counters.sampled_tokens += len(turn.sampled)
-        self.tally.turn(turn)
+        if turn.index < self.inherited:
+            self.counters.inherited_tokens += len(turn.sampled)
+        else:
+            self.counters.sampled_tokens += len(turn.sampled)
+            self.tally.turn(turn)
         self.record(turn)
+
+    def inherit_answers(
+        self, turns: Sequence[Turn], turn: int, on_end: Callable[[int, str | None], None]
+    ) -> None:
+        """Answer the first calls with what a parent's `turns` below `turn` answered, while they are the same
+        calls. `on_end` is called before the first one that is sampled anew, with the number of turns
+        inherited and the first difference in words.
+        """
+
+        def ended(got: int, differs: str | None) -> None:
+            self.inherited, self._answers = got, None
+            on_end(got, differs)
+
+        for each in turns:
+            for call in () if each.answer is None else each.answer.calls:
+                self.lineages.references.adopt(each.index, call.id)
+        self.inherited = turn
+        self._answers = InheritedAnswers({each.index: each for each in turns}, turn, ended)
+
+    def inherit_turns(self, turns: Sequence[Turn], lineages: Lineages) -> None:
+        """Begin with a parent's `turns` as this session's own: they are recorded now, and the next call
+        extends them. `lineages` has been restored from them.
+        """
+        self.lineages = lineages
+        self.inherited = max((turn.index + 1 for turn in turns), default=0)
+        for turn in turns:
+            self.carrier.add(turn)
+            self.counters.turns += 1
+            self.counters.failed += turn.state == "failed"
+            self.counters.inherited_tokens += len(turn.sampled)
+            self.record(turn)
+
+    def inherited_answer(self, plan: Plan, order: GenerateOrder) -> Turn | None:
+        """The turn of a fork's parent whose answer this call is given; None where the engine samples."""
+        if self._answers is None:
+            return None
+        return self._answers.take(plan, order, alone=sum(self._calls.values()) == 1)
 
     async def close(self) -> None:
         """Refuse new calls and end those in progress; each records what it has. Idempotent. Returns after at

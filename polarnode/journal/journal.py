@@ -25,7 +25,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import JournalError, Refused, boundary
 from polarnode.core.fleet import TaskCopy
 from polarnode.core.status import Consumer, SessionRecord
-from polarnode.core.task import TaskSpec
+from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal import entries, pending_callbacks, queries
@@ -46,6 +46,7 @@ from polarnode.journal.entries import (
     weights_entry,
     weights_of,
 )
+from polarnode.journal.forks import ForkParent, fork_parent
 from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
 from polarnode.journal.queries import Recent, places_over
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
@@ -330,6 +331,10 @@ class Journal:
 
     async def turns(self, session_id: str) -> tuple[Turn, ...]:
         return await self.query(queries.turns, session_id)
+
+    async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
+        """The session that forks go on from; None when it is unknown or pruned."""
+        return await self.query(fork_parent, fork.session, fork.turn)
 
     async def weights(self, limit: int) -> tuple[WeightsRow, ...]:
         """Those of the base, newest first."""

@@ -36,7 +36,7 @@ from polarnode.journal.values import (
     unreadable_event,
 )
 from polarnode.merge.roles import reclassify_roles
-from polarnode.merge.trajectory import Identity, Result, assemble
+from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
 
 # ── cache ────────────────────────────────────────────────────────────
 
@@ -109,7 +109,9 @@ SESSION = """
 SELECT session_id, task_id, sample_index, attempt, outcome, reward, trainable, staleness, finished,
     retried_as, outcome_checksum,
     (SELECT count(*) FROM turns WHERE turns.session_id = sessions.session_id),
-    (SELECT coalesce(sum(sampled), 0) FROM turns WHERE turns.session_id = sessions.session_id)
+    (SELECT coalesce(sum(sampled), 0) FROM turns WHERE turns.session_id = sessions.session_id AND turn >=
+        CASE WHEN json_valid(CAST(identity AS TEXT))
+        THEN coalesce(json_extract(CAST(identity AS TEXT), '$.forked_from.got'), 0) ELSE 0 END)
 FROM sessions """
 
 
@@ -213,6 +215,7 @@ def _session(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
 # ── turns and trajectories ────────────────────────────────────────────────────
 
 TURNS = "SELECT turn, sampled, body, checksum FROM turns WHERE session_id = ?"
+MOST_TURNS: Final = 1 << 31  # more than any session has
 
 
 def turns(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
@@ -220,11 +223,13 @@ def turns(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
     return readable_turns(db, session_id)[0]
 
 
-def readable_turns(db: sqlite3.Connection, session_id: str) -> tuple[tuple[Turn, ...], tuple[Damaged, ...]]:
-    """The turns of a session that can be read, and the names of the others."""
+def readable_turns(
+    db: sqlite3.Connection, session_id: str, *, before: int = MOST_TURNS
+) -> tuple[tuple[Turn, ...], tuple[Damaged, ...]]:
+    """The turns of a session below `before` that can be read, and the names of the others."""
     found: list[Turn] = []
     damaged: list[Damaged] = []
-    for number, read in _turn_rows(db, session_id):
+    for number, read in _turn_rows(db, session_id, before):
         try:
             with reading_pages():
                 sampled, body, expected = read()
@@ -241,21 +246,23 @@ def readable_turns(db: sqlite3.Connection, session_id: str) -> tuple[tuple[Turn,
 Row = Sequence[Any]
 
 
-def _turn_rows(db: sqlite3.Connection, session_id: str) -> Iterator[tuple[int, Callable[[], Row]]]:
+def _turn_rows(
+    db: sqlite3.Connection, session_id: str, before: int
+) -> Iterator[tuple[int, Callable[[], Row]]]:
     """The numbers of the turns, each with what gives its row. One query, up to a damaged page; from there on
     the numbers come from an index, and a query for each gives its row.
     """
     last = -1
     try:
-        for number, *rest in db.execute(TURNS + " ORDER BY turn", (session_id,)):
+        for number, *rest in db.execute(TURNS + " AND turn < ? ORDER BY turn", (session_id, before)):
             last = number
             yield number, partial(tuple, rest)
         return
     except sqlite3.Error as error:
         if not is_corrupt(error):
             raise
-    query = "SELECT turn FROM turns WHERE session_id = ? AND turn > ? ORDER BY turn"
-    for (number,) in db.execute(query, (session_id, last)).fetchall():
+    query = "SELECT turn FROM turns WHERE session_id = ? AND turn > ? AND turn < ? ORDER BY turn"
+    for (number,) in db.execute(query, (session_id, last, before)).fetchall():
         yield number, partial(_turn_row, db, session_id, number)
 
 
@@ -383,6 +390,7 @@ def _unfinished(
             model="",
             node="",
             attempt=attempt,
+            forked_from=asked_fork(spec),
         ),
         spec=spec,
         turns=(),

@@ -94,6 +94,14 @@ class References:
         """The secret in hex, for a file that only the node reads: a fork has its parent's references."""
         return self._secret.hex()
 
+    def adopt(self, index: int, call_id: str) -> None:
+        """Keep the reference in the id of a tool call, which another session's turn of this index made: a
+        fork answers with its parent's ids, and harnesses may write them down.
+        """
+        made = call_id[-_REF_DIGITS - PLACE_DIGITS : -PLACE_DIGITS]
+        if _HEX_RUN.fullmatch(made) and int(made[:_INDEX_DIGITS], 16) == index:
+            self._made[made], self._refs[index] = index, made
+
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:
         """The id of the turn's k-th tool call, [A-Za-z0-9_], 40 characters at most."""
         return f"{prefix}{self.ref(index)}{k:0{PLACE_DIGITS}x}"

@@ -135,12 +135,18 @@ class Lineages:
     _thinking_policy: ThinkingPolicy | None
 
     def __init__(
-        self, *, session_id: str, secret: bytes, drops_thinking: DropsThinking | None = None
+        self,
+        *,
+        session_id: str,
+        secret: bytes,
+        drops_thinking: DropsThinking | None = None,
+        references: References | None = None,
     ) -> None:
-        """`drops_thinking` is the template's: it decides which thinking a prompt holds. Without it
+        """`references`: those of the session that a fork resumes, whose ids stand in what its harness sends.
+        `drops_thinking` is the template's: it decides which thinking a prompt holds. Without it
         sampled thinking stays.
         """
-        self.references = References(session_id, secret)
+        self.references = references or References(session_id, secret)
         self._session_id = session_id
         self._ledger, self._memo, self._paths = Ledger(), Memo(), PathIndex()
         self._graph = TurnGraph(self._ledger)
@@ -273,9 +279,12 @@ class Lineages:
         secret: bytes,
         turns: Sequence[Turn],
         drops_thinking: DropsThinking | None = None,
+        references: References | None = None,
     ) -> "Lineages":
         """The lineages that these turns make, ready to plan the next request."""
-        lineages = cls(session_id=session_id, secret=secret, drops_thinking=drops_thinking)
+        lineages = cls(
+            session_id=session_id, secret=secret, drops_thinking=drops_thinking, references=references
+        )
         for turn in sorted(turns, key=lambda turn: turn.index):
             lineages._fits(turn)
             lineages._paths.note(Path.read(turn.before_key), turn.role)

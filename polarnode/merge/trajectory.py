@@ -59,6 +59,14 @@ class Identity:
         return evolve(fork, got=got, differs=fork.differs or (over if got < fork.turn else None))
 
 
+def asked_fork(spec: TaskSpec | None) -> ForkedFrom | None:
+    """What a session of this task may inherit when it begins; None for one that is no fork."""
+    fork = None if spec is None else spec.fork
+    if fork is None:
+        return None
+    return ForkedFrom(session_id=fork.session, turn=fork.turn, got=fork.turn, by=fork.by)
+
+
 @frozen(kw_only=True)
 class Result:
     """The results of a session besides its turns."""

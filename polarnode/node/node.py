@@ -44,6 +44,7 @@ from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import backpressure, check_task
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
+from polarnode.rollouts.forks import check_fork
 from polarnode.rollouts.judges import Judges
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.second_homes import SecondHomes
@@ -136,6 +137,9 @@ class Node:
             more=spec.num_samples,
             limit=self.config.pending_limit,
         )
+        if spec.fork is not None:
+            await self.journal.flushed()  # the parent may be live: its last turns too
+            check_fork(spec, spec.fork, await self.journal.fork_parent(spec.fork))
         task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key, copy=copy)
         await self.journal.flushed()
         logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)

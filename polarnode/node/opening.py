@@ -354,6 +354,7 @@ async def _open_sessions(
         scoring=scoring,
         adapters=engines.adapters,
         places=engines,
+        fork_parent=journal.fork_parent,
     )
     async with (
         open_background(services.freezer.run),

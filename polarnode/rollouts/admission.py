@@ -61,8 +61,6 @@ def admitted(
     the hosts they may reach; None means not known yet. `unrouted` is why this node's engine reports no routed
     experts, None when it does.
     """
-    if spec.fork is not None:
-        raise Refused("forks are not available yet: leave `fork` out", path="$.fork")
     if spec.carry.routed_experts and unrouted is not None:
         raise Refused(
             f"carry.routed_experts is not available here: {unrouted}", path="$.carry.routed_experts"

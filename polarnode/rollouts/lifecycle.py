@@ -51,8 +51,10 @@ def retries_left(retries: int, budgets: Budgets) -> bool:
 
 
 def successor(identity: Identity, session_id: str) -> Identity:
-    """The identity of the next attempt."""
-    return evolve(identity, session_id=session_id, attempt=identity.attempt + 1)
+    """The identity of the next attempt. One of a fork forks again, and may inherit all that was asked."""
+    fork = identity.forked_from
+    again = None if fork is None else evolve(fork, got=fork.turn, differs=None)
+    return evolve(identity, session_id=session_id, attempt=identity.attempt + 1, forked_from=again)
 
 
 def pause_before(attempt: int) -> float:

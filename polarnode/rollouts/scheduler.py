@@ -32,7 +32,7 @@ from polarnode.journal.copies import held_sessions
 from polarnode.journal.journal import Journal
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.token_extras import unscored
-from polarnode.merge.trajectory import Identity, Result, assemble
+from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
 from polarnode.rollouts.admission import Admitted, admitted
 from polarnode.rollouts.lifecycle import (
     SESSION_ID_BYTES,
@@ -209,6 +209,7 @@ class Scheduler:
             model=self.services.identity.model,
             node=self.services.identity.node,
             attempt=self.registry.homes.first_attempt(task_id),
+            forked_from=asked_fork(spec),
         )
 
     def _admitted(self, spec: TaskSpec) -> Admitted:

@@ -19,12 +19,13 @@ from polarnode.core.codec.json import child
 from polarnode.core.errors import Refused
 from polarnode.core.fleet import every_label, label_texts, unmet
 from polarnode.core.ports import Endpoint, HarnessOrder, Judge
-from polarnode.core.task import CarrySpec, RuntimeSpec, TaskSpec
+from polarnode.core.task import CarrySpec, ForkSpec, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.engine.adapters import Adapters
 from polarnode.engine.scoring import Scoring
 from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
+from polarnode.journal.forks import ForkParent
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.freezer import Freezer
@@ -152,6 +153,12 @@ class NodeIdentity:
     labels: Mapping[str, str] = field(factory=dict)
 
 
+async def no_parent(_: ForkSpec) -> ForkParent | None:
+    """For a node whose journal has no session to fork."""
+    await trio.lowlevel.checkpoint()
+    return None
+
+
 @frozen(kw_only=True)
 class NodeServices:
     """The services of a node for sessions of all drivers."""
@@ -182,6 +189,7 @@ class NodeServices:
     # snapshots at once: they take the disk and the interpreter from each other, and from every other session
     snapshotting: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(2))
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
+    fork_parent: Callable[[ForkSpec], Awaitable[ForkParent | None]] = no_parent  # of a task's forks
 
     def versions_of(self, adapter: str) -> Sequence[str]:
         """The versions that a session's tokens may have: an adapter's own, or the base's."""

@@ -31,6 +31,7 @@ from polarnode.gateway.live_sessions import LiveSession
 from polarnode.groups.group import EARLY_STOP
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
+from polarnode.rollouts.forks import begin_fork
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
 from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
@@ -135,10 +136,21 @@ class Session:
     async def _result(self) -> Result:
         result: Result | None = None
         with self._stoppable_scope() as scope:
+            if self.task.fork is not None:
+                parent = await self.services.fork_parent(self.task.fork)
+                begin_fork(self.live, self.task, parent, self._sampled_anew)
             await self.services.ensure_image(self.order.runtime.image)
             async with self._slot(self.services.stages.live):
                 result = await self._attempts(scope)
         return result or Result(outcome=self._stopped())
+
+    def _sampled_anew(self, got: int, differs: str | None) -> None:
+        """Note in the journal how many turns were inherited, before the first other one is recorded."""
+        identity = self.order.identity
+        if identity.forked_from is not None:
+            fork = evolve(identity.forked_from, got=got, differs=differs)
+            self.order = evolve(self.order, identity=evolve(identity, forked_from=fork))
+            self.services.journal.session_started(self.order.identity)
 
     def _stopped(self) -> Outcome:
         if self.cancelled is not None:

@@ -120,6 +120,7 @@ LEFT_OUT: Final = frozenset(
             "engine",
             "runtime",
             "harness",
+            "fork",
             "evaluator",
             "journal",
             "laws",

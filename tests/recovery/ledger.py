@@ -23,6 +23,7 @@ DEFAULTS = {
     "pause": 0.0,  # seconds between calls
     "until": None,  # a file: where it is, no further turn is asked for
     "end": None,  # an exit code, or the name of a signal it sends itself at its end
+    "begin": None,  # the end of its first words; None for some of its own
     "mark": "",  # found in this process's command line
 }
 
@@ -30,7 +31,7 @@ DEFAULTS = {
 def main() -> int:
     given = {**DEFAULTS, **json.loads(sys.argv[1])}
     tell(key=os.environ["OPENAI_API_KEY"], old=[status_of(key) for key in given["old_keys"]])
-    messages = [{"role": "user", "content": f"Begin {uuid.uuid4().hex}."}]
+    messages = [{"role": "user", "content": f"Begin {given['begin'] or uuid.uuid4().hex}."}]
     turn = 0
     while given["turns"] is None or turn < given["turns"]:
         text = patiently(messages, given)

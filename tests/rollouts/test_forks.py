@@ -1,0 +1,231 @@
+"""Forks by replay on a scheduler with containers in memory and a real journal: what they inherit, whom they
+may go on from, and what a node that was killed keeps of them.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from attrs import evolve
+from fakes_runtime import Program
+from journal_samples import make_identity
+from session_kit import agent, task, town
+
+from polarnode.core.errors import Refused, RuntimeFault
+from polarnode.core.task import ForkSpec, HarnessSpec, TaskSpec
+from polarnode.core.trajectory import Built, Damaged, ForkedFrom, Outcome, Trajectory
+from polarnode.journal.forks import ForkParent
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.merge.attach import References
+from polarnode.merge.invariants import check
+from polarnode.merge.trajectory import asked_fork
+from polarnode.rollouts.forks import begin_resumed, check_fork
+from polarnode.rollouts.lifecycle import SessionRegistry, successor
+from polarnode.rollouts.scheduler import Scheduler, recover
+from polarnode.rollouts.services import NodeIdentity
+
+
+@asynccontextmanager
+async def life(path: Path, program: Program | None = None) -> AsyncIterator[tuple[Journal, Scheduler]]:
+    """A life of a node over containers in memory. Leaving it waits for the sessions."""
+    async with (
+        open_journal(path, now=time.time) as journal,
+        town(path.parent, {"agent": program or agent(turns=4, each=0.01)}) as place,
+    ):
+        services = evolve(
+            place.scheduler.services,
+            identity=NodeIdentity(node="n1", model="tiny"),
+            journal=journal,
+            fork_parent=journal.fork_parent,
+        )
+        scheduler = Scheduler(
+            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
+        )
+        yield journal, scheduler
+        await scheduler.registry.stop(cancel=False)
+        await journal.flushed()
+
+
+async def parent_in(path: Path) -> Trajectory:
+    """A session of four turns, of an earlier life."""
+    async with life(path) as (_, scheduler):
+        _, (name,) = scheduler.submit(task())
+    async with open_journal(path, now=time.time) as journal:
+        found = await journal.trajectory(name)
+    assert found is not None
+    assert len(found.turns) == 4
+    return found
+
+
+def fork_of(parent: str, turn: int, **more: Any) -> TaskSpec:
+    return task(fork=ForkSpec(session=parent, turn=turn, by="replay"), **more)
+
+
+async def forked(path: Path, spec: TaskSpec, program: Program | None = None) -> tuple[Trajectory, ...]:
+    async with life(path, program) as (journal, scheduler):
+        _, names = scheduler.submit(spec)
+    async with open_journal(path, now=time.time) as journal:
+        found = [await journal.trajectory(name) for name in names]
+        records = [await journal.session(name) for name in names]
+    for each, record in zip(found, records, strict=True):
+        assert each is not None
+        assert record is not None
+        assert record.sampled_tokens == each.sampled_tokens
+        built = Built(traces=each.traces, left_out=each.left_out)
+        assert check(each.turns, built, inherited=each.inherited).trainable == each.sampled_tokens
+    return tuple(each for each in found if each is not None)
+
+
+async def test_forks_go_on_from_a_session_of_an_earlier_life(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    parent = await parent_in(path)
+    found = await forked(path, fork_of(parent.session_id, 2, num_samples=2))
+    for each in found:
+        assert each.outcome.status == "completed", each.outcome
+        assert each.forked_from == ForkedFrom(session_id=parent.session_id, turn=2, got=2, by="replay")
+        assert each.outcome.status == "completed"
+        own, theirs = each.turns, parent.turns
+        assert [one.sampled == other.sampled for one, other in zip(own, theirs, strict=True)][:2] == [
+            True
+        ] * 2
+        assert [(left.turn, left.reason) for left in each.left_out] == [(0, "inherited"), (1, "inherited")]
+        assert each.group_id != parent.group_id
+    [grandchild] = await forked(path, fork_of(found[0].session_id, 3))
+    assert grandchild.turns[2].sampled == found[0].turns[2].sampled
+    tree = (parent, *found, grandchild)
+    assert sum(each.trainable_tokens for each in tree) == sum(each.sampled_tokens for each in tree)
+
+
+async def test_a_fork_that_leaves_the_record_says_where_and_why(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    parent = await parent_in(path)
+
+    async def program(call: Any) -> int:
+        wanders = agent(turns=1, each=0.01)
+        setattr(wanders, "sessions_by_key", program.sessions_by_key)  # type: ignore[attr-defined]  # noqa: B010
+        await wanders(call)
+        return int(await wanders(call))  # begins again, where the parent went on
+
+    [found] = await forked(path, fork_of(parent.session_id, 3), program)
+    fork = found.forked_from
+    assert fork is not None
+    assert (fork.turn, fork.got) == (3, 1)
+    assert str(fork.differs).startswith("turn 1: ")
+
+
+async def test_a_fork_that_ends_early_has_what_it_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    parent = await parent_in(path)
+    [found] = await forked(path, fork_of(parent.session_id, 3), agent(turns=2, each=0.01))
+    fork = found.forked_from
+    assert fork is not None
+    assert (fork.got, fork.differs) == (2, "the session ended before its turn 2 was asked for")
+    assert (found.traces, found.sampled_tokens) == ((), 0)
+
+
+async def test_a_node_that_is_killed_keeps_a_partial_fork_and_forks_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    parent = await parent_in(path)
+    spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
+    with pytest.raises(BaseExceptionGroup):  # noqa: PT012 - the life is what ends
+        async with life(path, agent(turns=3, each=0.01, endless=True)) as (journal, scheduler):
+            _, (name,) = scheduler.submit(spec)
+            with trio.fail_after(30):
+                while len(await journal.turns(name)) < 3:  # noqa: ASYNC110 - it has no event
+                    await trio.sleep(0.02)
+            raise KeyError("as if it were killed")
+    async with life(path) as (journal, scheduler):
+        await recover(journal, scheduler, lambda _: None)
+    async with open_journal(path, now=time.time) as journal:
+        lost = await journal.trajectory(name)
+        assert lost is not None
+        again = await journal.trajectory(str(lost.retried_as))
+    assert again is not None
+    assert (lost.outcome.status, again.outcome.status) == ("interrupted", "completed")
+    assert lost.forked_from == again.forked_from == asked_fork(spec)
+    assert [left.reason for left in lost.left_out] == ["inherited"] * 2
+    assert (len(lost.turns), len(again.turns), again.attempt) == (3, 4, 1)
+    assert lost.trainable_tokens == lost.sampled_tokens > 0
+
+
+async def test_a_parent_that_is_gone_when_its_fork_begins_ends_it_for_good(tmp_path: Path) -> None:
+    [found] = await forked(tmp_path / "journal.sqlite", fork_of("nobody", 1, budgets={"retries": 2}))
+    assert found.outcome == Outcome(
+        status="error",
+        boundary="fork",
+        reason="fork.session 'nobody' is not in this node's journal: it is unknown here, or was pruned",
+    )
+    assert (found.attempt, found.retried_as, found.turns) == (0, None, ())
+
+
+async def test_another_attempt_of_a_fork_may_inherit_all_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    parent = await parent_in(path)
+    spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
+    broken = agent(turns=1, each=0.01, ends=RuntimeFault("the container died"))
+    async with life(path, broken) as (_, scheduler):
+        _, (name,) = scheduler.submit(spec)
+    async with open_journal(path, now=time.time) as journal:
+        first = await journal.trajectory(name)
+        assert first is not None
+        second = await journal.trajectory(str(first.retried_as))
+    assert second is not None
+    assert first.forked_from is not None
+    assert (first.forked_from.got, second.attempt, second.forked_from) == (1, 1, first.forked_from)
+
+
+# ── whom a fork may go on from ────────────────────────────────────────────────
+
+SPEC = fork_of("p", 1)
+PARENT = ForkParent(spec=task(), turns=(), damaged=(), count=3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "parent", "path", "words"),
+    [
+        (SPEC, None, "$.fork.session", "unknown here, or was pruned"),
+        (SPEC, evolve(PARENT, spec=None), "$.fork.session", "it is a capture"),
+        (SPEC, evolve(PARENT, spec=task(instruction="")), "$.fork.session", "it is a capture"),
+        (evolve(SPEC, harness=HarnessSpec(name="pi")), PARENT, "$.harness", "copy it from the parent's task"),
+        (evolve(SPEC, instruction="else"), PARENT, "$.instruction", "word for word"),
+        (fork_of("p", 3), PARENT, "$.fork.turn", "fork.turn is 3, and the turns of session 'p' are 0 to 2"),
+        (fork_of("p", 0), evolve(PARENT, count=0), "$.fork.turn", "none yet"),
+        (SPEC, evolve(PARENT, damaged=(Damaged(part="turns[0]", reason="r"),)), "$.fork.turn", "before that turn"),
+        (task(fork=ForkSpec(session="p", turn=1)), PARENT, "$.fork.by", "use by=replay"),
+    ],
+)  # fmt: skip
+def test_a_parent_that_cannot_be_gone_on_from_is_refused(
+    spec: TaskSpec, parent: ForkParent | None, path: str, words: str
+) -> None:
+    assert spec.fork is not None
+    with pytest.raises(Refused) as refused:
+        check_fork(spec, spec.fork, parent)
+    assert refused.value.path == path
+    assert words in str(refused.value)
+
+
+async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    parent = await parent_in(path)
+    async with life(path) as (journal, scheduler):
+        spec = fork_of(parent.session_id, 2)
+        identity = scheduler._identity(spec, "t", 0, "s", "shell", None)
+        live = scheduler.registry.open(identity, spec)
+        begin_resumed(live, parent.turns[:2], References("p", b"theirs"), None)
+        assert [turn.session_id for turn in live.lineages.turns] == ["s", "s"]
+        assert live.lineages.references.ref(1) == References("p", b"theirs").ref(1)
+        assert (live.counters.turns, live.counters.sampled_tokens) == (2, 0)
+        assert live.tally.sampled_tokens.total() == 0
+        await journal.flushed()
+        assert len(await journal.turns("s")) == 2
+
+
+def test_the_next_attempt_of_a_fork_has_inherited_nothing_yet() -> None:
+    fork = ForkedFrom(session_id="p", turn=3, got=1, by="replay", differs="d")
+    identity = evolve(make_identity("s1"), forked_from=fork)
+    assert successor(identity, "s2").forked_from == evolve(fork, got=3, differs=None)
+    assert successor(evolve(identity, forked_from=None), "s2").forked_from is None
