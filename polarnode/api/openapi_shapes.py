@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 from attrs import field, frozen
 
 from polarnode.api.query import FILTERS, Ack
+from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.schema import Schema
 from polarnode.core.conversation import Json
 from polarnode.core.snapshots import SnapshotList
@@ -513,6 +514,16 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         optional_body=True,
         answer=WeightsState,
         errors=(409, 413, 503),
+    ),
+    ("POST", "/v1/sessions/<session_id>/fork"): Operation(
+        summary="Fork a session: a task that goes on from one of its states.",
+        tag="tasks",
+        headers=("Idempotency-Key",),
+        body=ForkOrder,
+        status=202,
+        answer=Submitted,
+        errors=(404, 409, 413, 429, 507),
+        leads_to={"/task_id": ("GET", "/v1/tasks/<task_id>")},
     ),
     ("POST", "/v1/evaluations"): Operation(
         summary="Evaluate finished sessions again.",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 from urllib.parse import urlsplit
 
 import click
@@ -74,6 +74,25 @@ def submit(sources: SourceSelection, node: RemoteNode, config: NodeConfig) -> No
     which = f" --task {harmless(submitted[0].task_id)}" if len(submitted) == 1 else ""
     count = "" if len(submitted) == 1 else f"{len(submitted)} tasks, "
     click.echo(f"{count}{sessions} sessions{was}; follow them with: polarnode watch{which}", err=True)
+
+
+def fork(
+    session: str,
+    node: RemoteNode,
+    *,
+    turn: int,
+    num_samples: int,
+    by: Literal["resume", "replay"],
+    as_json: bool,
+) -> None:
+    """Submit a task of forks. Its id goes to stdout for scripts, and the rest to stderr."""
+    found = node.client().fork(session, turn, num_samples=num_samples, by=by)
+    click.echo(codec.dump_json(codec.plain(found)) if as_json else harmless(found.task_id))
+    click.echo(
+        f"{len(found.session_ids)} forks of {harmless(session)} before its turn {turn}; follow them with:"
+        f" polarnode watch --task {harmless(found.task_id)}",
+        err=True,
+    )
 
 
 def _submitted(task: SourcedTask, node: RemoteNode) -> Submitted:

@@ -82,6 +82,39 @@ def tasks(limit: int, before: str | None, as_json: bool, url: str, token: str | 
     node_view.tasks(node, limit=limit, before=before, as_json=as_json)
 
 
+@click.command(short_help="Fork a session: go on from one of its states.")
+@click.argument("session")
+@click.option(
+    "--turn", "-t", type=click.IntRange(0), required=True, help="Its first turn to sample anew, from 0."
+)
+@click.option("-n", "num_samples", type=click.IntRange(1, 4096), default=1, show_default=True, help="Forks.")
+@click.option(
+    "--by",
+    type=click.Choice(("resume", "replay")),
+    default="resume",
+    show_default=True,
+    help="From a snapshot, or by answering from the record.",
+)
+@as_json
+@node_address
+def fork(
+    session: str, turn: int, num_samples: int, by: str, as_json: bool, url: str, token: str | None
+) -> None:
+    """Submit a task of forks of a session: its own task again, from its state before a turn. The turns before
+    it are context, and trained in the parent alone. docs/forks.md
+
+    \b
+    polarnode fork 4f1c09aa72be3d55 --turn 3 -n 4 --by replay
+
+    Exit codes: 0 when the task was taken; 1 when it was refused or the node does not answer.
+    """
+    from polarnode.cli import remote
+
+    node = remote.RemoteNode(url=url, token=token)
+    way: Any = by  # as click has checked
+    remote.fork(session, node, turn=turn, num_samples=num_samples, by=way, as_json=as_json)
+
+
 @click.command(short_help="Print the log of a session, of the node or of an engine.")
 @click.argument("target", metavar="[SESSION|node|engine-N]", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Go on as the log grows, until the session is over.")
@@ -280,7 +313,7 @@ def view(file: Path, model: Path | None, port: int, out: Path | None) -> None:
     viewing.view(file, model=model, port=port, out=out)
 
 
-COMMANDS = (view, serve, status, tasks, logs, cancel, pause, resume, weights, consumers, score, completion)
+COMMANDS = (view, serve, status, tasks, logs, fork, cancel, pause, resume, weights, consumers, score, completion)
 
 
 def add_verbs(main: click.Group) -> None:

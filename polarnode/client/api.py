@@ -39,6 +39,7 @@ from polarnode.client.streams import (
 )
 from polarnode.client.values import ClientError, Unreachable, read_answer
 from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
@@ -405,6 +406,10 @@ class Api:
 
     def submit(self, spec: TaskSpec | dict[str, Json], idempotency_key: str | None) -> Script[Submitted]:
         return self.patiently(requests.submit(spec, idempotency_key=idempotency_key or token_hex(16)))
+
+    def fork(self, session_id: str, order: ForkOrder, idempotency_key: str | None) -> Script[Submitted]:
+        request = requests.fork(session_id, order, idempotency_key=idempotency_key or token_hex(16))
+        return self.patiently(request)
 
     def evaluate(
         self, spec: EvaluationSpec, idempotency_key: str | None, *, wait: bool

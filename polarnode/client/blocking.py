@@ -17,8 +17,9 @@ from polarnode.client.requests import Script, T, ask
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
 from polarnode.client.values import Event
 from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.trajectories import Turns
-from polarnode.core.conversation import Json
+from polarnode.core.conversation import Json, Sampling
 from polarnode.core.snapshots import SnapshotStatus
 from polarnode.core.status import (
     Consumer,
@@ -30,7 +31,7 @@ from polarnode.core.status import (
     Submitted,
     TaskStatus,
 )
-from polarnode.core.task import CaptureSpec, EvaluationSpec, EvaluatorSpec, TaskSpec
+from polarnode.core.task import Budgets, CaptureSpec, EvaluationSpec, EvaluatorSpec, GroupSpec, TaskSpec
 from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.core.weights import (
     AdapterReport,
@@ -84,6 +85,32 @@ class PolarnodeClient:
         when the journal's disk is full.
         """
         return self._run(self._api.submit(spec, idempotency_key))
+
+    def fork(
+        self,
+        session_id: str,
+        turn: int,
+        *,
+        num_samples: int = 1,
+        by: Literal["resume", "replay"] = "resume",
+        task_id: str | None = None,
+        sampling: Sampling | None = None,
+        budgets: Budgets | None = None,
+        group: GroupSpec | None = None,
+        evaluator: EvaluatorSpec | None = None,
+        metadata: dict[str, Json] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Submitted:
+        """Submit a task of `num_samples` forks of a session, which go on from its state before turn `turn`.
+
+        What is not given is the parent's task's. Raises ClientError 404 for an unknown session, and 400 for
+        one that cannot be forked there.
+        """
+        order = ForkOrder(
+            turn=turn, num_samples=num_samples, by=by, task_id=task_id, sampling=sampling, budgets=budgets,
+            group=group, evaluator=evaluator, metadata=metadata,
+        )  # fmt: skip
+        return self._run(self._api.fork(session_id, order, idempotency_key))
 
     def submit_source(
         self, path: str | Path, *, kind: "Kind | None" = None, **overrides: Any

@@ -16,6 +16,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.client.values import read_answer, read_object, read_text, read_with
 from polarnode.core.codec.arrays import Arrays
+from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.codec.trajectories import Turns, read_scored, read_trajectory
@@ -229,6 +230,11 @@ def submit(spec: TaskSpec | dict[str, Json], *, idempotency_key: str) -> ClientR
         Submitted, "POST", "/v1/tasks", task_json(spec) if isinstance(spec, TaskSpec) else spec
     )
     return evolve(plain, headers={**plain.headers, "Idempotency-Key": idempotency_key})
+
+
+def fork(session_id: str, order: ForkOrder, *, idempotency_key: str) -> ClientRequest[Submitted]:
+    found = typed_request(Submitted, "POST", f"/v1/sessions/{part(session_id)}/fork", plain(order))
+    return evolve(found, headers={**found.headers, "Idempotency-Key": idempotency_key})
 
 
 def task(task_id: str) -> ClientRequest[dict[str, Any]]:

@@ -419,7 +419,7 @@ class Front:
         if len(self.roster.members) == 1:
             (alone,) = self.roster.members.values()
             return await self._hand_over(alone, spec, key)
-        member = self.node_for(spec)
+        member = self.node_for(spec) if spec.fork is None else await self.lookup.parent_of(spec.fork)
         home = member.journal
         task_id = spec.task_id or f"task-{secrets.token_hex(8)}"
         copy = TaskCopy(

@@ -6,15 +6,16 @@ filled twice when that node comes back.
 
 from collections.abc import Iterable
 from typing import Any, Final
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import trio
 from attrs import define
 
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.json import structure
-from polarnode.core.errors import Busy, PolarnodeError
+from polarnode.core.errors import Busy, PolarnodeError, Refused
 from polarnode.core.fleet import CopyRow, CopyRows
+from polarnode.core.task import ForkSpec
 from polarnode.fleet.members import FleetMember, Roster
 from polarnode.fleet.ownership import KnownHomes, owner_of
 from polarnode.fleet.placement import BUSY_S
@@ -48,6 +49,32 @@ class TaskLookup:
             if trio.current_time() >= until:
                 raise Busy("the task changes hands: its node is gone, and another takes it", retry_after=2.0)
             await trio.sleep(LOOK_S)
+
+    async def parent_of(self, fork: ForkSpec) -> FleetMember:
+        """The node whose journal has the session that a fork goes on from. Raises Refused where none has."""
+        found = await self.session(fork.session)
+        if found is None:
+            raise Refused(
+                f"fork.session {fork.session!r} is in no journal of this fleet: it is unknown, or was pruned",
+                path="$.fork.session",
+            )
+        return found[0]
+
+    async def session(self, session_id: str) -> tuple[FleetMember, dict[str, Any]] | None:
+        """The node that has a session, and the session's record. Raises Busy while a node that may have it
+        does not answer.
+        """
+        path = f"/v1/sessions/{quote(session_id, safe='')}?arrays=base64"
+        for member, answer in await self.ask_all("GET", path):
+            if not isinstance(answer, Exception):
+                return member, answer["session"]
+        silent = [each.name for each in self.roster.members.values() if not each.answers]
+        if silent:
+            raise Busy(
+                f"session {session_id!r} may be on {', '.join(silent)}, which does not answer",
+                retry_after=BUSY_S,
+            )
+        return None
 
     def _insist_here(self, task_id: str | None, ended: Iterable[CopyRow]) -> None:
         """Raise Busy for a task that nobody has because its only home does not answer, as this front or a

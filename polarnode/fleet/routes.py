@@ -18,6 +18,7 @@ from polarnode.api.query import PARQUET, Query, read_query
 from polarnode.api.service import NotFound, error_json, json_response
 from polarnode.client.requests import JSON_BODY
 from polarnode.client.values import ClientError, Unreachable
+from polarnode.core.codec.forks import fork_task, read_fork
 from polarnode.core.codec.json import dump_json, plain, read_json
 from polarnode.core.codec.tasks import MAX_EVALUATED, read_capture, read_evaluation, read_task
 from polarnode.core.conversation import Json
@@ -86,6 +87,7 @@ class FrontRoutes:
             ("DELETE", "/v1/tasks/<task_id>", self.cancel),
             ("GET", "/v1/trajectories/<session_id>", self.of_session),
             ("GET", "/v1/sessions/<session_id>", self.of_session),
+            ("POST", "/v1/sessions/<session_id>/fork", self.fork),
             ("GET", "/v1/sessions/<session_id>/artifacts", self.of_session),
             ("GET", "/v1/sessions/<session_id>/snapshots", self.of_session),
             ("GET", "/v1/sessions/<session_id>/log", self.of_session),
@@ -166,6 +168,20 @@ class FrontRoutes:
     async def of_session(self, session_id: str) -> Response:
         return passed(await self._ask_for(session_id, "GET"))
 
+    async def fork(self, session_id: str) -> Response:
+        """A task of forks, placed on the node that has their parent; answered as POST /v1/tasks is."""
+        read_query(request.args)
+        order, key = read_fork(await body_json()), request.headers.get("Idempotency-Key")
+        found = await self.front.lookup.session(session_id)
+        if found is None:
+            raise _no_session(session_id)
+        member, session = found
+        task = await member.link.call("GET", f"/v1/tasks/{quote(session['task_id'], safe='')}")
+        if task["spec"] is None:
+            raise Refused(f"session {session_id!r} cannot be forked: its task's row is damaged")
+        spec = fork_task(read_task(task["spec"]), session_id, order)
+        return json_response(plain(await self.front.submit(spec, idempotency_key=key or None)), 202)
+
     async def end_capture(self, session_id: str) -> Response:
         body = await sent_body()
         return passed(await self._ask_for(session_id, "DELETE", body))
@@ -185,7 +201,7 @@ class FrontRoutes:
             if not isinstance(answer, Exception):
                 return await member.link.ask(method, path, body=body, headers=headers, timeout_s=END_S)
         self._insist_all(f"session {session_id!r} may be on")
-        raise NotFound(f"no session {session_id!r} is in this fleet's journals: its task lists its sessions")
+        raise _no_session(session_id)
 
     def _insist_all(self, what: str) -> None:
         """Busy where a node does not answer."""
@@ -329,6 +345,10 @@ class FrontRoutes:
 async def sent_body() -> bytes:
     body = await request.get_data(as_text=False)
     return body if isinstance(body, bytes) else body.encode()
+
+
+def _no_session(session_id: str) -> NotFound:
+    return NotFound(f"no session {session_id!r} is in this fleet's journals: its task lists its sessions")
 
 
 def _no_task(task_id: str) -> NotFound:

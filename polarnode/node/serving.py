@@ -7,6 +7,7 @@ from pathlib import Path
 
 from polarnode.api.app import control_plane
 from polarnode.api.fleet_routes import FleetRoutes
+from polarnode.api.fork_routes import ForkRoutes
 from polarnode.api.logs import LogRoutes
 from polarnode.api.routes import (
     AdapterRoutes,
@@ -37,6 +38,7 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
         *AdapterRoutes(store=node.adapters).rows(),
         *CaptureRoutes(captures=node.captures).rows(),
+        *ForkRoutes(service=node).rows(),
         *EvaluationRoutes(evaluations=node.evaluations).rows(),
         *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
         *FleetRoutes(node=node).rows(),

@@ -28,7 +28,7 @@ from polarnode.cli import node_view, output, verbs, watching
 from polarnode.cli.main import main as command
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Event
-from polarnode.core.trajectory import Outcome
+from polarnode.core.trajectory import ForkedFrom, Outcome
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.opening import open_node
 from polarnode.node.serving import serve_control_plane
@@ -154,6 +154,29 @@ async def test_tasks_are_listed_newest_first_and_a_page_at_a_time(tmp_path: Path
     assert lines[3] == "… more: polarnode tasks --before t2"
     assert [line.split()[0] for line in older] == ["task", "t1", "t0"]
     assert [each["task_id"] for each in raw["tasks"]] == ["open"]
+
+
+async def test_a_session_is_forked(tmp_path: Path) -> None:
+    async with running(tmp_path) as here:
+        [parent] = await here.submit(task_id="parent", samples=1, seconds=0.1)
+        await here.over("parent")
+        name = (await here.done("fork", parent, "--turn", "0", "-n", "2", "--by", "replay")).split()[0]
+        await here.over(name)
+        sessions = (await here.client.task(name))["sessions"]
+        found = [await here.client.trajectory(each["session_id"]) for each in sessions]
+        listed = json.loads(
+            (await here.done("fork", parent, "--turn", "0", "--by", "replay", "--json")).splitlines()[0]
+        )
+        late = await here.invoke("fork", parent, "--turn", "1", "--by", "replay")
+        resumed = await here.invoke("fork", parent, "--turn", "0")
+        unknown = await here.invoke("fork", "nobody", "--turn", "0")
+    asked = ForkedFrom(session_id=parent, turn=0, got=0, by="replay")
+    assert [each.forked_from for each in found] == [asked] * 2
+    assert listed["created"] is True
+    assert (late.exit_code, resumed.exit_code, unknown.exit_code) == (1, 1, 1)
+    assert f"fork.turn is 1, and the turns of session '{parent}' are 0 to 0" in late.output
+    assert "use by=replay" in resumed.output
+    assert "no session 'nobody' is in this node's journal" in unknown.output
 
 
 async def test_a_task_is_cancelled(tmp_path: Path) -> None:

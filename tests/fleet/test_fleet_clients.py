@@ -97,6 +97,31 @@ def test_a_task_is_submitted_seen_and_cancelled(trainer: Trainer) -> None:
     assert "polarnode_fleet_live_sessions" in client.metrics()
 
 
+def test_a_session_is_forked_where_its_parent_is(trainer: Trainer) -> None:
+    client, names = trainer.client(), [f"fork-{number}" for number in range(3)]
+    client.submit(trainer.task("parent", samples=1))
+    [group] = of(trainer, client, "parent")
+    [parent] = group.usable
+    for name in names[:2]:
+        taken = client.fork(
+            parent.session_id, 0, num_samples=2, by="replay", task_id=f"{trainer.mark}-{name}"
+        )
+        assert (len(taken.session_ids), taken.created) == (2, True)
+    spec = client.task(f"{trainer.mark}-parent")["spec"]
+    fork = {"session": parent.session_id, "turn": 0, "by": "replay"}
+    client.submit({**spec, "task_id": f"{trainer.mark}-{names[2]}", "fork": fork})
+    forks = [each for found in of(trainer, client, *names) for each in found.trajectories]
+    assert len(forks) == 5
+    assert {each.node for each in forks} == {parent.node}
+    assert {each.forked_from.session_id for each in forks} == {parent.session_id}
+    with pytest.raises(ClientError, match="no session 'nobody' is in this fleet's journals") as missing:
+        client.fork("nobody", 0, by="replay")
+    assert missing.value.status == 404
+    with pytest.raises(ClientError, match="'nobody' is in no journal of this fleet") as refused:
+        client.submit({**spec, "task_id": None, "fork": fork | {"session": "nobody"}})
+    assert (refused.value.status, refused.value.path) == (400, "$.fork.session")
+
+
 def test_a_source_is_submitted_task_by_task(trainer: Trainer) -> None:
     client = trainer.client()
     path, more = DATA / "polar" / "task.json", {"runtime": {"volumes": []}, "task_id": trainer.mark}

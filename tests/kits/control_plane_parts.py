@@ -14,6 +14,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.api.app import Extension, control_plane
+from polarnode.api.fork_routes import ForkRoutes
 from polarnode.api.logs import LogRoutes
 from polarnode.api.metrics import Figures
 from polarnode.api.routes import (
@@ -143,6 +144,7 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
             *WeightsRoutes(weights=NoWeights(), control=NoWeights()).rows(),  # type: ignore[arg-type]
             *AdapterRoutes(store=NoWeights()).rows(),  # type: ignore[arg-type]
             *CaptureRoutes(captures=NoCaptures()).rows(),  # type: ignore[arg-type]
+            *ForkRoutes(service=TaskTaker(journal=journal)).rows(),
             *EvaluationRoutes(evaluations=NoWeights()).rows(),  # type: ignore[arg-type]
             *ScoreRoutes(scoring=Scoring()).rows(),
             *log_routes(TaskTaker(journal=journal), Path()),
@@ -317,7 +319,11 @@ async def open_plane(
 ) -> AsyncIterator[Plane]:
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal)
-        rows = (*Routes(service=service, sessions_dir=path.parent).rows(), *log_routes(service, path.parent))
+        rows = (
+            *Routes(service=service, sessions_dir=path.parent).rows(),
+            *ForkRoutes(service=service).rows(),
+            *log_routes(service, path.parent),
+        )
         async with open_server(
             control_plane(rows, token=token),
             Address(host="127.0.0.1", port=port),

@@ -19,7 +19,6 @@ from recovery_kit import (
 )
 
 from polarnode.core.trajectory import ForkedFrom, Trajectory
-from polarnode.journal.journal import open_journal
 
 pytestmark = pytest.mark.podman
 
@@ -43,7 +42,10 @@ def session_of(node: ServingNode, name: str) -> str:
 
 def finished(node: ServingNode, name: str) -> list[Trajectory]:
     until(lambda: node.client.task(name)["finished"], f"{name} is over")
-    return [node.client.trajectory(each["session_id"]) for each in node.client.task(name)["sessions"]]
+    return [
+        node.client.trajectory(each["session_id"], turns="full")
+        for each in node.client.task(name)["sessions"]
+    ]
 
 
 def test_forks_of_an_earlier_life_and_one_whose_node_is_killed(place: Place) -> None:
@@ -58,7 +60,7 @@ def test_forks_of_an_earlier_life_and_one_whose_node_is_killed(place: Place) -> 
         node.client.submit(task_of(place, "killed", fork=fork))
         lost = session_of(node, "killed")
         until(lambda: node.client.session(lost)["session"]["turns"] >= 4, "a turn of its own is recorded")
-        node.kill()
+        node.process.kill()
     with place.serving() as node:
         [again] = finished(node, "killed")
         killed = node.client.trajectory(lost)
@@ -66,6 +68,11 @@ def test_forks_of_an_earlier_life_and_one_whose_node_is_killed(place: Place) -> 
         assert each.outcome.status == "completed", each.outcome
         assert (each.forked_from, len(each.turns)) == (asked, TURNS)
         assert each.sampled_tokens == each.trainable_tokens
+        assert [turn.sampled for turn in each.turns[:3]] == [turn.sampled for turn in parent.turns[:3]]
     assert killed.outcome.status == "interrupted"
     assert (killed.retried_as, killed.forked_from, again.attempt) == (again.session_id, asked, 1)
-    assert len(killed.turns) < TURNS
+    given = texts_of(parent)[:3]
+    heard = [ledger.texts for ledger in ledgers_in_logs(place.state_dir)]
+    assert len(heard) == 5, "the parent, two forks, and both attempts of the third"
+    assert all(texts[:3] == given for texts in heard)
+    assert texts_of(again) in heard
