@@ -12,9 +12,10 @@ from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, Asgi, Stage, answers, new_session, stage
 from tokens_kit import model
 
-from polarnode.core.arrays import ids
+from polarnode.core.arrays import TopLogprobs, ids
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Turn
+from polarnode.gateway.inherited import chunk_of
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
 
@@ -212,3 +213,21 @@ async def test_a_streamed_answer_is_given_again() -> None:
         if name == "s1":
             turns, _ = forked(here, here.turns, 1)
     assert same(turns[0], here.turns[0])
+
+
+async def test_a_recorded_answer_is_a_chunk_with_what_the_call_asks_for() -> None:
+    engine = scripted("One.")
+    here = stage(engine)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    await Asgi().request(here.app, CHAT, json.dumps(body).encode())
+    [turn], [order] = here.turns, engine.orders
+    top = TopLogprobs(k=1, ids=turn.sampled, logprobs=turn.logprobs)
+    given = chunk_of(evolve(turn, finish_reason="length", top=top), evolve(order, top_logprobs=1))
+    assert (given.ids, given.logprobs, given.version_spans) == (
+        turn.sampled,
+        turn.logprobs,
+        turn.version_spans,
+    )
+    assert (given.finish_reason, given.top_logprobs) == ("length", top)
+    more = chunk_of(evolve(turn, finish_reason="tool_calls", top=top), evolve(order, top_logprobs=2))
+    assert (more.finish_reason, more.top_logprobs) == ("stop", None)
