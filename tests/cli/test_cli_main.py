@@ -27,6 +27,7 @@ VERBS = (
     "generate",
     "convert",
     "submit",
+    "fork",
     "watch",
     "export",
     "evaluate",

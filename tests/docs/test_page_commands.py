@@ -44,6 +44,7 @@ TESTED = {
     r"polarnode watch --task \S+": "tests/cli/test_cli_verbs.py",
     r"polarnode inspect [0-9a-f]{16}": "tests/cli/test_cli_inspection.py",
     r"polarnode (status|logs (-f )?\S+|cancel \S+)": "tests/cli/test_cli_verbs.py",
+    r"polarnode fork \S+ --turn .*": "tests/cli/test_cli_verbs.py",
     r"\S*polarnode doctor": "tests/cli/test_cli_doctor.py",
     r"\S*polarnode check \S+": "tests/journal/test_journal_check.py",
     r"polarnode convert (--harness pi )?\S+": "tests/cli/test_cli_convert.py",
