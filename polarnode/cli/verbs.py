@@ -313,7 +313,21 @@ def view(file: Path, model: Path | None, port: int, out: Path | None) -> None:
     viewing.view(file, model=model, port=port, out=out)
 
 
-COMMANDS = (view, serve, status, tasks, logs, fork, cancel, pause, resume, weights, consumers, score, completion)
+COMMANDS = (
+    view,
+    serve,
+    status,
+    tasks,
+    logs,
+    fork,
+    cancel,
+    pause,
+    resume,
+    weights,
+    consumers,
+    score,
+    completion,
+)
 
 
 def add_verbs(main: click.Group) -> None:
