@@ -40,4 +40,5 @@ class ForkRoutes:
             )
         spec = fork_task(task.spec, session_id, order)
         submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
+        await self.service.journal.flushed()
         return json_response(plain(submitted), 202)
