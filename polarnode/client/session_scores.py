@@ -69,7 +69,7 @@ def score_session(session_id: str, weights: str) -> Script[SessionDifference]:
     trajectory = yield from ask(requests.trajectory(session_id, turns="full", arrays="base64"))
     held = yield from _held()
     chosen = held.choose(weights)
-    rows = rows_to_score(trajectory.turns)
+    rows = rows_to_score(trajectory.turns, inherited=trajectory.inherited)
     scored: list[ScoredRow] = []
     for part in _requests(rows):
         answer = yield from ask(requests.score([each.row for each in part], chosen.engine, chosen.adapter))

@@ -32,6 +32,7 @@ from polarnode.groups.training_rows import (
     leave_one_out,
     rows_of,
 )
+from polarnode.groups.trees import TreeCredit, forests_of, tree_rows_of
 
 __all__ = [
     "EARLY_STOP",
@@ -44,8 +45,10 @@ __all__ = [
     "Member",
     "Row",
     "SessionDifference",
+    "TreeCredit",
     "advantages_of",
     "facts_of",
+    "forests_of",
     "group_json",
     "group_normalised",
     "judged",
@@ -56,6 +59,7 @@ __all__ = [
     "rows_of",
     "stamped",
     "stopped_early",
+    "tree_rows_of",
     "updates_behind",
     "with_rewards",
 ]

@@ -111,12 +111,13 @@ def left_out_of(turns: Iterable[Turn]) -> tuple[LeftOut, ...]:
     return tuple(found)
 
 
-def rows_to_score(turns: Sequence[Turn]) -> tuple[RowToScore, ...]:
+def rows_to_score(turns: Sequence[Turn], *, inherited: int = 0) -> tuple[RowToScore, ...]:
     """The fewest rows in which each sample that can be compared is scored once: those of the leaves, without
-    the turns that an earlier row has. Refused where a turn's ancestor is missing.
+    the turns that an earlier row has, and without the first `inherited`, which another session sampled.
+    Refused where a turn's ancestor is missing.
     """
     known, skipped = {turn.index: turn for turn in turns}, {each.turn for each in left_out_of(turns)}
-    due = {turn.index for turn in turns if turn.sampled} - skipped
+    due = {turn.index for turn in turns if turn.sampled and turn.index >= inherited} - skipped
     rows = []
     for turn in sorted(turns, key=lambda turn: turn.end, reverse=True):
         if turn.index not in due:
@@ -182,7 +183,7 @@ def compared(
         versions={version: _figures(parts) for version, parts in sums.items()},
         spans=tuple(spans),
         tokens=tuple(tokens),
-        left_out=left_out_of(trajectory.turns),
+        left_out=left_out_of(turn for turn in trajectory.turns if turn.index >= trajectory.inherited),
     )
 
 

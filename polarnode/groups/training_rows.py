@@ -97,7 +97,8 @@ LossMean = Literal["token_mean", "session_mean", "fixed_length"]
 @frozen(kw_only=True)
 class Row:
     """One trace with something to train. `weight` applies to each of its trained tokens; `turns` are
-    the advantages of turns that have their own, by turn number.
+    the advantages of turns that have their own, by turn number. `turn_weights` are the weights of turns that
+    differ in theirs, as in trees: `weight` is then their mean over the row's trained tokens.
     """
 
     session_id: str
@@ -105,6 +106,7 @@ class Row:
     advantage: float
     weight: float
     turns: Mapping[int, float] = field(factory=dict)
+    turn_weights: Mapping[int, float] = field(factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -116,11 +118,20 @@ class Row:
     @property
     def advantages(self) -> "array[float]":
         """float32[T], 0 where the mask is 0."""
+        return self._by_turn(self.advantage, self.turns)
+
+    @property
+    def weights(self) -> "array[float]":
+        """float32[T], 0 where the mask is 0: what each token's loss is multiplied by."""
+        return self._by_turn(self.weight, self.turn_weights)
+
+    def _by_turn(self, value: float, turns: Mapping[int, float]) -> "array[float]":
+        """float32[T]: `value` at each trained token, or that of its turn."""
         mask = self.trace.loss_mask
-        found = floats(self.advantage if trained else 0.0 for trained in mask)
+        found = floats(value if trained else 0.0 for trained in mask)
         for span in self.trace.turn_spans:
-            if span.turn in self.turns:
-                own = self.turns[span.turn]
+            if span.turn in turns:
+                own = turns[span.turn]
                 found[span.start : span.end] = floats(
                     own if trained else 0.0 for trained in mask[span.start : span.end]
                 )
@@ -199,14 +210,19 @@ def _rows(
                 )
 
 
-def _token_weights(sessions: Sequence[Trajectory], loss: LossMean, length: int | None) -> dict[str, float]:
-    """The weight of each trained token of a session, by session id, in a batch of these sessions."""
+def check_length(loss: LossMean, length: int | None) -> None:
+    """Raise Refused for a length without its loss, and the other way round."""
     if (loss == "fixed_length") != (length is not None and length > 0):
         raise Refused(
             "length is for fixed_length, which needs it: the tokens that a session may have at most, as a"
             " constant",
             path="$.length",
         )
+
+
+def _token_weights(sessions: Sequence[Trajectory], loss: LossMean, length: int | None) -> dict[str, float]:
+    """The weight of each trained token of a session, by session id, in a batch of these sessions."""
+    check_length(loss, length)
     tokens = {session.session_id: session.trainable_tokens for session in sessions}
     match loss:
         case "token_mean":
@@ -239,14 +255,12 @@ def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, di
 
 
 def turn_rewards(session: Trajectory) -> dict[int, float]:
-    """The turns that have a reward of their own in a trace, each once, however many rows it is in. Those that
-    a fork inherited count in its parent.
-    """
+    """The turns that have a reward of their own in a trace, each once, however many rows it is in."""
     return {
         span.turn: span.reward
         for trace in session.traces
         for span in trace.turn_spans
-        if span.reward is not None and span.turn >= session.inherited
+        if span.reward is not None
     }
 
 

@@ -13,14 +13,14 @@ from polarnode.core.arrays import floats
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import Refused
 from polarnode.core.status import ScoredRow
-from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.core.trajectory import ForkedFrom, Trajectory, Turn
 from polarnode.groups.policy_difference import SessionDifference, compared, left_out_of, rows_to_score
 
 
 def under(trajectory: Trajectory, shift: float, version: str = "9") -> SessionDifference:
     """Under weights that give each token `shift` nats more."""
     old = {turn.index: turn for turn in trajectory.turns}
-    rows, scored = rows_to_score(trajectory.turns), []
+    rows, scored = rows_to_score(trajectory.turns, inherited=trajectory.inherited), []
     for each in rows:
         new = [0.0] * len(each.row.token_ids)
         for index, start in each.samples.items():
@@ -136,6 +136,14 @@ def test_a_cut_distribution_has_no_estimate_of_kl(cut: dict[str, Any]) -> None:
     assert found.total is not None
     assert (found.total.k1, found.total.k3) == (None, None)
     assert found.total.mean == pytest.approx(0.1, abs=1e-6)
+
+
+def test_turns_that_a_fork_inherited_are_its_parents() -> None:
+    fork = ForkedFrom(session_id="p", turn=2, got=2, by="replay")
+    turns = tree()
+    hot = evolve(turns[0], used=Sampling(temperature=0.5))
+    found = under(evolve(publish([hot, *turns[1:]]), forked_from=fork), 0.1)
+    assert ([each.turn for each in found.spans], found.left_out) == ([2, 3, 4], ())
 
 
 def test_a_turn_whose_ancestor_is_missing_is_refused() -> None:
