@@ -4,6 +4,7 @@ Pure. A session counts once, however many rows it became; a session lost to the 
 as a failure of the agent.
 """
 
+from polarnode.groups.fork_policy import ForkPolicy
 from polarnode.groups.group import (
     EARLY_STOP,
     STALE,
@@ -39,6 +40,7 @@ __all__ = [
     "STALE",
     "Estimator",
     "Facts",
+    "ForkPolicy",
     "Group",
     "GroupState",
     "LossMean",
