@@ -244,7 +244,7 @@ __all__ = ["EVERY", "Operation", "Where", "document"]
 
 BODY_BYTES = 64 << 20  # room for a task with its workspace as base64 files; larger files belong in an image
 # whose answers last as long as their readers like: Polar's is `/events`
-STREAMS = ("/v1/trajectories/stream", "/events")
+STREAMS = ("/v1/trajectories/stream", "/v1/sessions/live", "/events")
 STREAM_RETRY_S = 10.0  # between tries to open one more stream than the socket has places for
 OPEN_PATHS = ("/healthz", "/readyz")  # probes have no token, and their answers reveal nothing
 OPEN_BELOW = "/ui/"  # the page's files, which are in every release: the page asks its user for the token

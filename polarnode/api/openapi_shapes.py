@@ -23,6 +23,7 @@ from polarnode.core.status import (
     OpenedCapture,
     ScoreAnswer,
     ScoreRequest,
+    SessionChanges,
     SessionStatus,
     Submitted,
     TaskStatus,
@@ -287,6 +288,13 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         query=(*_ARRAYS, "format", "pieces"),
         answer=TrajectoryWithPieces | Formatted,
         errors=(404, 410),
+    ),
+    ("GET", "/v1/sessions/live"): Operation(
+        summary="Stream changes of live sessions, from all that are live now on.",
+        query=("follow",),
+        answer=SessionChanges,
+        content="text/event-stream",
+        errors=(429,),
     ),
     ("GET", "/v1/sessions/<session_id>"): Operation(
         summary="Everything on disk of a session, over or not.",

@@ -34,6 +34,7 @@ from polarnode.client.streams import (
     Groups,
     acknowledged,
     events,
+    live_sessions,
     objects,
     pieces,
 )
@@ -503,6 +504,9 @@ class Api:
             arrays=reading.arrays,
         )
         return groups.script()
+
+    def live_sessions(self, *, follow: bool) -> Script[None]:
+        return live_sessions(follow=follow, patience=self._patience())
 
     def export(self, **query: object) -> Script[None]:
         return objects(requests.export(**query))

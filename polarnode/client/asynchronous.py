@@ -41,8 +41,10 @@ from polarnode.core.status import (
     LogPiece,
     ScoredRow,
     ScoreRow,
+    SessionChanges,
     Submitted,
     TaskStatus,
+    TimeSeries,
 )
 from polarnode.core.task import Budgets, CaptureSpec, EvaluationSpec, EvaluatorSpec, GroupSpec, TaskSpec
 from polarnode.core.trajectory import Trace, Trajectory
@@ -57,7 +59,7 @@ from polarnode.core.weights import (
     WeightsReport,
     WeightsStatus,
 )
-from polarnode.groups.group import Group
+from polarnode.groups.group import Group, GroupState
 from polarnode.groups.policy_difference import SessionDifference
 
 # ── the client ────────────────────────────────────────────────────────────
@@ -366,6 +368,23 @@ class AsyncPolarnodeClient:
 
     async def status(self) -> dict[str, Any]:
         return await self._run(ask(requests.status()))
+
+    def live_sessions(self, *, follow: bool = True) -> AsyncEvents[SessionChanges]:
+        return AsyncEvents(self._http, self._api.live_sessions(follow=follow))
+
+    async def finished_groups(
+        self,
+        *,
+        limit: int = 100,
+        until: float | None = None,
+        state: GroupState | None = None,
+        task_id: str | None = None,
+    ) -> list[dict[str, Any]]:
+        found = requests.finished_groups(limit=limit, until=until, state=state, task_id=task_id)
+        return await self._run(ask(found))
+
+    async def timeseries(self, *, since: float | None = None) -> TimeSeries:
+        return await self._run(ask(requests.timeseries(since=since)))
 
     async def metrics(self) -> str:
         return await self._run(ask(requests.metrics()))

@@ -28,8 +28,10 @@ from polarnode.core.status import (
     LogPiece,
     ScoredRow,
     ScoreRow,
+    SessionChanges,
     Submitted,
     TaskStatus,
+    TimeSeries,
 )
 from polarnode.core.task import Budgets, CaptureSpec, EvaluationSpec, EvaluatorSpec, GroupSpec, TaskSpec
 from polarnode.core.trajectory import Trace, Trajectory
@@ -44,7 +46,7 @@ from polarnode.core.weights import (
     WeightsReport,
     WeightsStatus,
 )
-from polarnode.groups.group import Group
+from polarnode.groups.group import Group, GroupState
 from polarnode.groups.policy_difference import SessionDifference
 
 # ── the client ────────────────────────────────────────────────────────────
@@ -501,6 +503,40 @@ class PolarnodeClient:
     def status(self) -> dict[str, Any]:
         """Return the node's current state as JSON."""
         return self._run(ask(requests.status()))
+
+    def live_sessions(self, *, follow: bool = True) -> Iterator[SessionChanges]:
+        """Yield what changes of live sessions, at most twice a second, beginning with all that are live now;
+        without end, or with follow=False until all were yielded.
+
+        Each item is of one node. One that is `whole` begins a list that stands in place of all that was
+        yielded of that node. A session whose `phase` is "ended" is live no longer.
+        """
+        return self._http.iterate(self._api.live_sessions(follow=follow))
+
+    def finished_groups(
+        self,
+        *,
+        limit: int = 100,
+        until: float | None = None,
+        state: GroupState | None = None,
+        task_id: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return up to `limit` finished groups as JSON, newest first, with rewards, advantages and reasons.
+        It moves no consumer; `groups` reads them in order, with their trajectories.
+
+        For the next page, set `until` to the last one's `ended`, in seconds since the epoch, and leave out
+        what comes again. `state` and `task_id`: only groups that match.
+        """
+        return self._run(
+            ask(requests.finished_groups(limit=limit, until=until, state=state, task_id=task_id))
+        )
+
+    def timeseries(self, *, since: float | None = None) -> TimeSeries:
+        """Return a sample every ten seconds of what the node did in the last six hours: calls, cache, tokens
+        and sessions. `since`: only samples after this time, in seconds since the epoch. A fleet's front has
+        none: ask its nodes.
+        """
+        return self._run(ask(requests.timeseries(since=since)))
 
     def metrics(self) -> str:
         """Return the node's metrics as Prometheus text."""

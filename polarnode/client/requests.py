@@ -35,9 +35,11 @@ from polarnode.core.status import (
     ScoreRow,
     Submitted,
     TaskStatus,
+    TimeSeries,
 )
 from polarnode.core.task import EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.groups.group import GroupState
 
 # ── commands ────────────────────────────────────────────────────────────
 
@@ -304,6 +306,21 @@ def artifacts(session_id: str) -> ClientRequest[bytes]:
 
 def snapshots(session_id: str) -> ClientRequest[SnapshotList]:
     return typed_request(SnapshotList, "GET", f"/v1/sessions/{part(session_id)}/snapshots")
+
+
+def live_changes(*, follow: bool) -> ClientRequest[bytes]:
+    return request(bytes, "GET", "/v1/sessions/live" + query_string(follow=follow))
+
+
+def finished_groups(
+    *, limit: int, until: float | None, state: GroupState | None, task_id: str | None
+) -> ClientRequest[list[dict[str, Any]]]:
+    query = query_string(limit=limit, until=until, state=state, task_id=task_id)
+    return request(lambda body: list(read_object(body)["groups"]), "GET", f"/v1/groups{query}")
+
+
+def timeseries(*, since: float | None) -> ClientRequest[TimeSeries]:
+    return typed_request(TimeSeries, "GET", "/v1/timeseries" + query_string(since=since))
 
 
 def log(session_id: str, *, offset: int | None, tail: int | None) -> ClientRequest[LogPiece]:

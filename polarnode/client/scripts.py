@@ -220,6 +220,16 @@ def _garbled(why: str) -> Unreachable:
 CONTENT_TYPE = "text/event-stream"
 
 
+def insist_events(content_type: str) -> None:
+    """Raise ClientError for an answer that is no stream of events."""
+    if not content_type.startswith(CONTENT_TYPE):
+        raise ClientError(
+            f"the answer is {content_type or 'of no type'}, not the event stream of polarnode",
+            status=200,
+            type="garbled",
+        )
+
+
 class Over:
     """The stream has ended for good."""
 
@@ -275,13 +285,7 @@ class Follower:
         request: ClientRequest[Any] = ClientRequest(
             method="GET", path=self.following.path, headers=headers, read=bytes
         )
-        found = yield Open(request)
-        if not found.startswith(CONTENT_TYPE):
-            raise ClientError(
-                f"the answer is {found or 'of no type'}, not the event stream of polarnode",
-                status=200,
-                type="garbled",
-            )
+        insist_events((yield Open(request)))
         self._decoder, self._pieces, self._greeted = Decoder(), iter(()), False
 
     def _decoded(self) -> Event | Life | None:

@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from polarnode.client.requests import (
     Acknowledged,
     ClientRequest,
+    Close,
     Give,
     Open,
     Read,
@@ -25,14 +26,25 @@ from polarnode.client.requests import (
     Sleep,
     acknowledge,
     ask,
+    live_changes,
     task_status,
     trajectory,
 )
-from polarnode.client.scripts import Follower, Lines, Over, Patience, patiently
-from polarnode.client.values import ClientError, Event, Unreachable, read_object
+from polarnode.client.scripts import (
+    Block,
+    Decoder,
+    Follower,
+    Lines,
+    Over,
+    Patience,
+    insist_events,
+    patiently,
+)
+from polarnode.client.values import ClientError, Event, Unreachable, read_answer, read_object
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.positions import Position
+from polarnode.core.status import SessionChanges
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group, read_group
 
@@ -279,6 +291,35 @@ def events(follower: Follower, acks: Acks) -> Script[None]:
             acks.move(event.position)
             yield from acks.report()
     yield from acks.report_last()
+
+
+def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
+    """Give every change of live sessions. A new connection begins with all that are live; nodes that were
+    known before are given as without sessions first.
+    """
+    patience.renew()  # the time limit begins with the first read
+    nodes: dict[str, None] = {}
+    while True:
+        try:
+            insist_events((yield Open(live_changes(follow=follow))))
+            decoder = Decoder()
+            while data := (yield Read()):
+                for piece in decoder.feed(data):
+                    patience.renew()
+                    if isinstance(piece, Block):
+                        changes = read_answer(piece.data, SessionChanges)
+                        nodes[changes.node] = None
+                        yield Give(changes)
+            if not follow:
+                return
+            raise Unreachable("the node keeps ending the stream")
+        except (ClientError, Unreachable) as error:
+            yield Close()
+            pause = patience.pause(error)
+        for node in nodes:
+            yield Give(SessionChanges(node=node, sessions=(), whole=True))
+        nodes.clear()
+        yield Sleep(pause)
 
 
 # ── groups ────────────────────────────────────────────────────────────────────

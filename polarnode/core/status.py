@@ -294,6 +294,19 @@ class LiveSessionStatus:
 
 
 @frozen(kw_only=True)
+class SessionChanges:
+    """Sessions of one node that began, went on or ended since the event before; a capture's harness is
+    `capture`. `whole`: they begin a list of all that are live there, and what was known of that node before
+    counts no more. One whose phase is `ended` is live no longer; without an `outcome` it is tried again, or
+    it was a capture.
+    """
+
+    node: str
+    sessions: tuple[LiveSessionStatus, ...]
+    whole: bool = False
+
+
+@frozen(kw_only=True)
 class OpenedCapture:
     """An open capture: where its harness finds the model, and until when. `created` is False when this answer
     repeats an earlier one.

@@ -23,6 +23,7 @@ from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
 from polarnode.fleet.front import Front, open_front
 from polarnode.fleet.joining import JOINED, OPERATION, JoinedNodes
+from polarnode.fleet.live import FleetLiveRoutes
 from polarnode.fleet.openapi import fleet_operations
 from polarnode.fleet.pools import WeightPools
 from polarnode.fleet.routes import FrontRoutes, answer_nodes_errors
@@ -163,11 +164,18 @@ async def serve_front(config: FleetConfig) -> AsyncIterator[tuple[Front, Address
         certificate = Certificate(config.tls_cert, config.tls_key, settings="tls")
     async with open_front(config, ask_again) as front:
         streams = StreamRoutes(roster=front.roster, nursery=front.nursery)
+        live = FleetLiveRoutes(roster=front.roster, nursery=front.nursery)
         pools = WeightPools(front=front)
         front.joined.append(pools.bring)
         front.nursery.start_soon(pools.keep)
         engines = pools.rows(lambda weights: FleetWeightsRoutes(weights=weights).rows())
-        rows = (*PageFiles().rows(), *FrontRoutes(front=front).rows(), *streams.rows(), *engines)
+        rows = (
+            *PageFiles().rows(),
+            *FrontRoutes(front=front).rows(),
+            *streams.rows(),
+            *live.rows(),
+            *engines,
+        )
         guard = BrowserGuard(
             bound=config.host.lower(), allowed=config.allowed_hosts, any_host=config.token is not None
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from polarnode.api.app import control_plane
 from polarnode.api.fleet_routes import FleetRoutes
 from polarnode.api.fork_routes import ForkRoutes
+from polarnode.api.live import LiveSessionRoutes
 from polarnode.api.logs import LogRoutes
 from polarnode.api.routes import (
     AdapterRoutes,
@@ -35,6 +36,7 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
     config, history = node.config, History(figures=node.figures, now=time.time)
     rows = (
         *Routes(service=node, sessions_dir=sessions_dir(config)).rows(),
+        *LiveSessionRoutes(node).rows(),
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
         *AdapterRoutes(store=node.adapters).rows(),
         *CaptureRoutes(captures=node.captures).rows(),

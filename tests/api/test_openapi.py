@@ -27,8 +27,9 @@ PROGRAM = Path(sys.executable).with_name("schemathesis")
 # letters) would be a failure: 400 is right. `Allow` names GET at /v1/trajectories/ack, and rightly: a session
 # of that name would be there.
 CHECKS = ("--checks", "all", "--exclude-checks", "positive_data_acceptance,allow_header_conformance")
-# The stream does not end; its answers are read in tests/api/test_control_plane.py.
-ASKED = ("--exclude-path", "/v1/trajectories/stream", "--max-examples", "25", "--seed", "1", "--no-color")
+# Streams do not end; their answers are read in tests/api/test_control_plane.py and test_live.py.
+STREAMS = "^/v1/(trajectories/stream|sessions/live)$"
+ASKED = ("--exclude-path-regex", STREAMS, "--max-examples", "25", "--seed", "1", "--no-color")
 
 
 async def test_the_routes_keep_what_the_document_promises(tmp_path: Path) -> None:

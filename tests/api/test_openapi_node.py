@@ -28,7 +28,7 @@ ASKED = (
     ),
     *(
         "--exclude-path-regex",
-        r"^/(events|v1/trajectories/stream|v1/weights/groups|v1/tasks|rollout/task/submit)$",
+        r"^/(events|v1/trajectories/stream|v1/sessions/live|v1/weights/groups|v1/tasks|rollout/task/submit)$",
     ),
     *("--max-examples", "10", "--seed", "1", "--no-color"),
 )

@@ -30,6 +30,7 @@ from polarnode.client import AsyncPolarnodeClient, ClientError, PolarnodeClient,
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec import read_json
 from polarnode.core.errors import Busy, DiskFull, Refused
+from polarnode.core.status import LiveSessionStatus, SessionChanges, TimeSeries
 
 
 @attrs.define(eq=False)
@@ -242,6 +243,55 @@ def test_trajectories_come_in_a_trainers_format(bench: Bench) -> None:
     pieces = client.export_bytes(format="slime", arrays="json")
     assert next(pieces) == b""
     assert [read_json(line) for line in b"".join(pieces).splitlines()] == [one]
+
+
+# ── live sessions ─────────────────────────────────────────────────────────────
+
+LIVE = LiveSessionStatus(session_id="a", task_id="t", harness="pi", phase="run", turns=1, sampled_tokens=5)
+
+
+def test_live_sessions_come_as_they_change(bench: Bench) -> None:
+    service, client = bench.node.plane.service, bench.client()
+    service.listed = (LIVE,)
+    stream = client.live_sessions()
+    assert next(stream) == SessionChanges(node="n0", sessions=(LIVE,), whole=True)
+    for status in (
+        attrs.evolve(LIVE, turns=2, sampled_tokens=9),
+        attrs.evolve(LIVE, phase="ended", outcome="failed"),
+    ):
+        service.listed = (status,)
+        assert next(stream) == SessionChanges(node="n0", sessions=(status,))
+    stream.close()
+    assert list(client.live_sessions(follow=False)) == [SessionChanges(node="n0", sessions=(), whole=True)]
+
+
+def test_a_new_connection_forgets_the_nodes_of_the_one_before(kind: str) -> None:
+    def answer(request: bytes, number: int) -> bytes | None:
+        node = b"one" if number == 0 else b"two"
+        told = b'event: sessions\ndata: {"node":"%b","sessions":[],"whole":true}\n\n' % node
+        return None if number == 2 else chunked(b": polarnode\n\n", told)
+
+    with answering(answer) as url, open_client(kind, url, patience_s=2.0) as client:
+        stream = client.live_sessions()
+        assert [next(stream).node for _ in range(3)] == ["one", "one", "two"]
+        stream.close()
+
+
+def test_finished_groups_and_the_time_series_are_read_without_a_consumer(bench: Bench) -> None:
+    client = bench.client()
+    client.submit(make_spec(task_id="t", num_samples=2))
+    bench.node.publish("t-0", "t-1")
+    [group] = client.finished_groups(state="complete", task_id="t")
+    assert (group["task_id"], group["rewards"], len(group["sessions"])) == ("t", [1.0, 1.0], 2)
+    assert client.finished_groups(state="dropped") == []
+    assert client.finished_groups(until=0.0) == []
+    with pytest.raises(ClientError, match="state must be one of") as caught:
+        client.finished_groups(state="done")
+    assert caught.value.path == "?state"
+    assert client.consumers() == ()
+    assert client.timeseries() == TimeSeries(every_s=10.0, at=(), values={})
+    bench.node.plane.history.look()
+    assert (client.timeseries().at, client.timeseries(since=1.0).at) == ((1.0,), ())
 
 
 # ── groups ────────────────────────────────────────────────────────────────────

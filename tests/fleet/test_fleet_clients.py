@@ -122,6 +122,25 @@ def test_a_session_is_forked_where_its_parent_is(trainer: Trainer) -> None:
     assert (refused.value.status, refused.value.path) == (400, "$.fork.session")
 
 
+def test_live_sessions_are_those_of_every_node(trainer: Trainer) -> None:
+    client, specs = trainer.client(), [trainer.task(name, seconds=600) for name in ("one", "two")]
+    stream = client.live_sessions()
+    taken = {each for spec in specs for each in client.submit(spec).session_ids}
+    nodes, running, ended = set[str](), set[str](), set[str]()
+    for changes in stream:
+        nodes.add(changes.node)
+        mine = [each for each in changes.sessions if each.session_id in taken]
+        running |= {each.session_id for each in mine if each.phase == "run"}
+        ended |= {each.session_id for each in mine if each.phase == "ended"}
+        if running == taken and not ended:
+            running = set()
+            assert all(client.cancel(spec["task_id"]) for spec in specs)
+        if ended == taken:
+            break
+    assert nodes == {"node-0", "node-1"}
+    stream.close()
+
+
 def test_a_source_is_submitted_task_by_task(trainer: Trainer) -> None:
     client = trainer.client()
     path, more = DATA / "polar" / "task.json", {"runtime": {"volumes": []}, "task_id": trainer.mark}

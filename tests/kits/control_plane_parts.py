@@ -15,6 +15,7 @@ from attrs import define, field, frozen
 
 from polarnode.api.app import Extension, control_plane
 from polarnode.api.fork_routes import ForkRoutes
+from polarnode.api.live import LiveSessionRoutes
 from polarnode.api.logs import LogRoutes
 from polarnode.api.metrics import Figures
 from polarnode.api.routes import (
@@ -29,7 +30,7 @@ from polarnode.api.service import Submitted
 from polarnode.api.timeseries import History
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, DiskFull, PolarnodeError
-from polarnode.core.status import LiveSessionStatus
+from polarnode.core.status import CaptureStatus, LiveSessionStatus
 from polarnode.core.task import TaskSpec
 from polarnode.engine.routing import EngineStatistics
 from polarnode.engine.scoring import Scoring
@@ -41,6 +42,14 @@ from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Retention
 from polarnode.rollouts.session import LOG_LIMIT
 from polarnode.support.metrics import NodeCounters
+
+
+@define(eq=False)
+class NoCaptures:
+    """Stands where the node's captures do: none is open."""
+
+    def list(self) -> tuple[CaptureStatus, ...]:
+        return ()
 
 
 @define(eq=False)
@@ -57,10 +66,11 @@ class TaskTaker:
     model_name: str = "tiny"
     volumes: tuple[str, ...] = ()
     generation: Any = None
-    captures: Any = None
+    captures: Any = field(factory=NoCaptures)
+    listed: tuple[LiveSessionStatus, ...] = ()
 
     def sessions(self) -> tuple[LiveSessionStatus, ...]:
-        return ()
+        return self.listed
 
     def end_session(self, session_id: str) -> bool:
         return session_id in self.live
@@ -127,11 +137,6 @@ class NoWeights:
         raise AttributeError(name)
 
 
-@define(eq=False)
-class NoCaptures:
-    """Stands where the node's captures do; their routes are all that is looked at."""
-
-
 def log_routes(service: TaskTaker, folder: Path) -> Iterator[RouteRow]:
     """The logs of a folder, and those of sessions in it."""
     return LogRoutes(service=service, state=folder, sessions_dir=folder, ring=LOG_LIMIT).rows()
@@ -148,6 +153,7 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
             *EvaluationRoutes(evaluations=NoWeights()).rows(),  # type: ignore[arg-type]
             *ScoreRoutes(scoring=Scoring()).rows(),
             *log_routes(TaskTaker(journal=journal), Path()),
+            *LiveSessionRoutes(TaskTaker(journal=journal)).rows(),
             *History(figures=TaskTaker(journal=journal).figures, now=lambda: 1.0).rows(),
         )
     )
@@ -306,6 +312,7 @@ class Plane:
     url: str
     journal: Journal
     service: TaskTaker
+    history: History
 
 
 @asynccontextmanager
@@ -319,14 +326,19 @@ async def open_plane(
 ) -> AsyncIterator[Plane]:
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal)
+        history = History(figures=service.figures, now=lambda: 1.0)
         rows = (
             *Routes(service=service, sessions_dir=path.parent).rows(),
             *ForkRoutes(service=service).rows(),
             *log_routes(service, path.parent),
+            *LiveSessionRoutes(service).rows(),
+            *history.rows(),
         )
         async with open_server(
             control_plane(rows, token=token),
             Address(host="127.0.0.1", port=port),
             connections=connections,
         ) as address:
-            yield Plane(url=f"http://127.0.0.1:{address.port}", journal=journal, service=service)
+            yield Plane(
+                url=f"http://127.0.0.1:{address.port}", journal=journal, service=service, history=history
+            )

@@ -51,6 +51,8 @@ async def main(folder: Path, port: int, token: str | None, long: int, actions: b
         logs = folder / "state" / "sessions"
         logs.mkdir(exist_ok=True)
         (logs / "parser-3.log").write_text(f"\x1b[1mstarting\x1b[0m\n 10%\r100%\nKeyError: 'x'\n{HOSTILE}\n")
+        (folder / "state" / "node.log").write_text("".join(f"line {at} of the node\n" for at in range(900)))
+        (folder / "state" / "engine-0.log").write_text(f"\x1b[31mready\x1b[0m\n{HOSTILE}\n")
         live = TaskSpec(
             task_id="live",
             instruction="x",

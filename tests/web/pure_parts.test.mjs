@@ -3,8 +3,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const ui = new URL("../../polarnode/web/ui/", import.meta.url);
-const [{ readRoute, sessionLink }, { visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }, { curve }, { series }] = await Promise.all(
-  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle", "curve", "series"].map((name) => import(new URL(`${name}.js`, ui).href)),
+const [{ logLink, readRoute, sessionLink }, { linesWith, visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }, { curve }, { series }, live] = await Promise.all(
+  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle", "curve", "series", "live"].map((name) => import(new URL(`${name}.js`, ui).href)),
 );
 
 const base64 = (array) => Buffer.from(array.buffer).toString("base64");
@@ -30,6 +30,44 @@ test("an address is read as it was written, whatever is in the id", () => {
   assert.equal(readRoute("#/nothing").view, "now");
   assert.equal(readRoute("#/s/x/nothing").tab, "overview");
   assert.equal(readRoute("#/s/%E0%A4%A").id, "%E0%A4%A");
+});
+
+test("the address of a log has its whole name, with its node", () => {
+  assert.deepEqual(readRoute(logLink("node-1/engine-0")), { view: "logs", id: "node-1/engine-0", tab: "", query: {} });
+  assert.equal(readRoute("#/logs").id, "");
+  assert.deepEqual(readRoute("#/logs/x", ["groups"]), { view: "groups", id: "", tab: "", query: {} });
+});
+
+test("live sessions are those of the last whole list and what changed since, by node", () => {
+  const one = { session_id: "a", phase: "init", age_s: 1, phase_s: 1, last_turn_s: null };
+  let rows = live.changed(new Map(), { node: "n", sessions: [one, { ...one, session_id: "b" }], whole: true }, 0);
+  rows = live.changed(rows, { node: "m", sessions: [one], whole: true }, 0);
+  assert.deepEqual([...rows.keys()], ["n/a", "n/b", "m/a"]);
+  rows = live.changed(rows, { node: "n", sessions: [{ ...one, phase: "run" }, { ...one, session_id: "b", phase: "ended", outcome: "failed" }], whole: false }, 1000);
+  assert.equal(rows.get("n/a").status.phase, "run");
+  assert.equal(rows.get("n/b").status.outcome, "failed");
+  rows = live.changed(rows, { node: "n", sessions: [], whole: true }, 2000);
+  assert.deepEqual([...rows.keys()], ["n/b", "m/a"], "one that ended is seen for a while");
+  assert.deepEqual([...live.changed(rows, { node: "m", sessions: [], whole: false }, 60_000).keys()], ["m/a"]);
+});
+
+test("seconds go on from when they were told, and stand still at the end", () => {
+  const row = { status: { phase: "run", age_s: 5, last_turn_s: null }, node: "n", heard: 1000 };
+  assert.equal(live.seconds(row, "age_s", 3000), 7);
+  assert.equal(live.seconds(row, "age_s", 0), 5, "a clock that was set back");
+  assert.equal(live.seconds(row, "last_turn_s", 3000), null);
+  assert.equal(live.seconds({ ...row, status: { phase: "ended", age_s: 5 } }, "age_s", 9000), 5);
+});
+
+test("a status stands for the stream where there is none, captures too", () => {
+  const rows = live.ofStatus({ node: "n", sessions: [{ session_id: "a", phase: "run" }], captures: { open: [{ session_id: "c" }] } }, 0);
+  assert.deepEqual([...rows].map(([key, row]) => [key, row.status.harness]), [["n/a", undefined], ["n/c", "capture"]]);
+  assert.equal(live.ofStatus({ nodes: [] }, 0).size, 0);
+});
+
+test("lines of a log are chosen by a text", () => {
+  assert.equal(linesWith("a ERROR\nb\nerror c", "error"), "a ERROR\nerror c");
+  assert.equal(linesWith("a\nb", ""), "a\nb");
 });
 
 test("hidden characters have a name, and nothing else is changed", () => {

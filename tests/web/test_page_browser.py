@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 from attrs import define, field
+from client_kit import here
+from fleet_kit import fleet_here
 from page_samples import HOSTILE
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
@@ -81,8 +83,14 @@ def open_files(folder: Path) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with open_node(tmp_path_factory.mktemp("page") / "node", "--long", "100000") as url:
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state folder of `node`."""
+    return tmp_path_factory.mktemp("page") / "node" / "state"
+
+
+@pytest.fixture(scope="module")
+def node(state: Path) -> Iterator[str]:
+    with open_node(state.parent, "--long", "100000") as url:
         yield url
 
 
@@ -145,6 +153,14 @@ def answer(url: str, path: str) -> Any:
         return json.load(found)
 
 
+def submit(url: str, task_id: str, *, seconds: int) -> None:
+    """A task whose only session runs for so long."""
+    harness = {"command": ["hollow", str(seconds), "1"]}
+    task = json.dumps({"task_id": task_id, "instruction": "x", "harness": harness})
+    order = urllib.request.Request(f"{url}/v1/tasks", task.encode(), {"Content-Type": "application/json"})
+    urllib.request.urlopen(order, timeout=20).close()
+
+
 # ── every view ────────────────────────────────────────────────────────────────
 
 VIEWS: dict[str, tuple[str, str]] = {
@@ -157,6 +173,7 @@ VIEWS: dict[str, tuple[str, str]] = {
     "lineage": ("#/s/parser-1/lineage", "the history was edited"),
     "compare": ("#/s/parser-1/compare", "tokens are the same"),
     "log": ("#/s/parser-3/log", "KeyError: 'x'"),
+    "logs": ("#/logs", "line 899 of the node"),
     "tokens": ("#/s/parser-1/tokens", "tokens, 1"),
     "sliced": ("#/s/sliced-0/tokens?row=1", "part 2 of"),
     "long": ("#/s/long-0/tokens?t=60000", "tokens,"),
@@ -325,6 +342,41 @@ def test_a_log_is_shown_without_the_commands_of_a_terminal(node: str, watched: W
     watched.is_clean(node)
 
 
+def test_logs_of_the_node_are_followed_and_nothing_in_them_runs(
+    node: str, state: Path, watched: Watched
+) -> None:
+    page = watched.page
+    page.goto(f"{node}/ui/#/logs")
+    shown = page.locator(".log.whole")
+    expect(shown).to_contain_text("line 899 of the node")
+    expect(shown).not_to_contain_text("line 399 of the node")  # the end of it
+    with (state / "node.log").open("a") as file:
+        file.write("one more <b onload='alert(1)'>line</b>\n")
+    expect(shown).to_contain_text("one more <b onload='alert(1)'>line</b>")
+    end = "(box) => box.scrollHeight - box.scrollTop - box.clientHeight"
+    page.wait_for_function(f"({end})(document.querySelector('.log.whole')) < 2")
+    page.get_by_placeholder("text").fill("LINE 899")
+    expect(shown).to_have_text("line 899 of the node")
+    page.get_by_placeholder("text").fill("")
+    page.get_by_label("follow").uncheck()
+    with (state / "node.log").open("a") as file:
+        file.write("written while nobody follows\n")
+    page.wait_for_timeout(3000)
+    expect(shown).not_to_contain_text("nobody follows")
+    page.get_by_label("follow").check()
+    expect(shown).to_contain_text("nobody follows")
+    page.get_by_role("link", name="engine-0").click()
+    expect(shown).to_contain_text("ready\n")
+    for part in ("<script>", "onerror=", "U+202E", "NUL", "<svg onload"):
+        expect(shown).to_contain_text(part)
+    assert (
+        page.evaluate("[...document.querySelectorAll('#page img, #page script, #page [onload]')].length") == 0
+    )
+    page.reload()
+    expect(shown).to_contain_text("ready\n")
+    watched.is_clean(node)
+
+
 # ── keyboard ──────────────────────────────────────────────────────────────────
 
 FOCUSED = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
@@ -375,17 +427,70 @@ def test_a_session_appears_and_ends_and_its_group_comes_by_the_stream(
     page = watched.page
     page.goto(f"{node}/ui/#/sessions")
     expect(page.locator("tbody tr")).to_have_count(2)
-    task = {"task_id": "seen", "instruction": "x", "harness": {"command": ["hollow", "4", "1"]}}
-    order = urllib.request.Request(
-        f"{node}/v1/tasks", json.dumps(task).encode(), {"Content-Type": "application/json"}
-    )
-    urllib.request.urlopen(order, timeout=20).close()
-    expect(page.locator("tbody")).to_contain_text("seen")
-    expect(page.locator("tbody")).not_to_contain_text("seen")
+    submit(node, "seen", seconds=4)
+    row = page.locator("tbody tr").filter(has_text="seen")
+    expect(row.locator(".state")).to_have_text("run")
+    expect(row.locator(".state")).to_have_text("completed")
+    expect(row).to_have_count(0)  # some seconds later
     expect(page.locator("tbody tr")).to_have_count(2)
+    assert [each for each in watched.asked if "/v1/status" in each] == [], "nothing is polled"
     expect(groups.page.locator("tbody")).to_contain_text("seen")
     watched.is_clean(node)
     groups.is_clean(node)
+
+
+def test_where_a_proxy_holds_the_stream_the_status_is_asked_instead(node: str, watched: Watched) -> None:
+    page = watched.page
+    page.route("**/v1/sessions/live", lambda route: route.fulfill(status=502, body="bad gateway"))
+    page.goto(f"{node}/ui/#/sessions")
+    expect(page.locator("tbody tr")).to_have_count(2)
+    page.goto(f"{node}/ui/#/now")
+    expect(page.locator("main")).to_contain_text("2 sessions are live")
+    before = len([each for each in watched.asked if each.endswith("/v1/status")])
+    page.wait_for_timeout(5000)
+    assert len([each for each in watched.asked if each.endswith("/v1/status")]) >= before + 2
+    assert {each for each in watched.problems if "502" not in each} == set()
+
+
+def test_now_is_asked_again_when_a_session_changes_and_is_quiet_else(node: str, watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{node}/ui/#/now")
+    expect(page.locator("main")).to_contain_text("2 sessions are live")
+    page.wait_for_timeout(2500)  # the answer to the stream's first event
+    before = len([each for each in watched.asked if each.endswith("/v1/status")])
+    page.wait_for_timeout(5000)
+    assert len([each for each in watched.asked if each.endswith("/v1/status")]) == before
+    submit(node, "moved", seconds=4)
+    expect(page.locator("main")).to_contain_text("3 sessions are live")
+    expect(page.locator("main")).to_contain_text("2 sessions are live")
+    watched.is_clean(node)
+
+
+def test_a_fleet_s_page_lists_the_sessions_and_logs_of_all_nodes(tmp_path: Path, watched: Watched) -> None:
+    page = watched.page
+    with here() as thread:
+        url = fleet_here(thread, tmp_path, nodes=2, token=None)
+        for name in ("node-0", "node-1"):
+            (tmp_path / name / name / "node.log").write_text(f"of {name}\n")
+        page.goto(f"{url}/ui/#/sessions")
+        expect(page.locator("main")).to_contain_text("No session runs now.")
+        for at in range(6):
+            submit(url, f"fleet-{at}", seconds=600)
+        expect(page.locator("tbody tr")).to_have_count(6)
+        nodes = set(page.locator("tbody tr td:nth-child(2)").all_inner_texts())
+        assert nodes == {"node-0", "node-1"}
+        page.screenshot(path=SHOTS / "fleet-sessions-light.png")
+        page.locator("tbody a").first.click()
+        expect(page.locator(".title")).to_contain_text("pending")
+        page.goto(f"{url}/ui/#/logs")
+        page.get_by_role("link", name="node-1/node").click()
+        expect(page.locator(".log.whole")).to_have_text("of node-1\n")
+        page.screenshot(path=SHOTS / "fleet-logs-light.png")
+        page.goto(f"{url}/ui/#/now")
+        expect(page.locator("main")).to_contain_text("6 sessions are live")
+        page.screenshot(path=SHOTS / "fleet-now-light.png")
+        watched.is_clean(url)
+        page.goto("about:blank")
 
 
 def test_the_token_is_asked_for_once_and_kept_in_the_tab(

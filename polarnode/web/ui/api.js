@@ -4,6 +4,7 @@ import { signal } from "./vendor/signals.js";
 
 const KEPT = "polarnode-token"; // in sessionStorage: gone with the tab
 const AGAIN_S = 2;
+const SILENT_S = 20; // of a stream: the node sends a sign of life every 8 s
 
 export const bundled = isBundle(document.documentElement);
 export const token = signal(sessionStorage.getItem(KEPT) ?? "");
@@ -81,38 +82,56 @@ export function poll(path, take, failed = () => {}, seconds = AGAIN_S) {
 }
 
 /**
- * Call `take` for each event of a stream of the node, from `after` on; opened again where it ended. EventSource
- * cannot send a token, so the stream is read with fetch. Gives the function that ends it.
- * @param {string} path @param {number | string} after @param {(kind: string, data: any) => void} take
+ * Call `take` for each event of a stream of the node; opened again where it ended, after the last event that had an
+ * id, and `failed` is called before. EventSource cannot send a token, so the stream is read with fetch. Gives the
+ * function that ends it.
+ * @param {string} path @param {(kind: string, data: any) => void} take @param {{after?: number | string, failed?: () => void}} [options]
  */
-export function follow(path, after, take) {
-  const abort = new AbortController();
+export function follow(path, take, { after = "", failed = () => {} } = {}) {
+  const stop = new AbortController();
   if (bundled) return () => {}; // nothing comes
   let last = String(after);
   (async () => {
-    while (!abort.signal.aborted) {
-      try {
-        const answer = await ask(`${path}&after=${encodeURIComponent(last)}`, abort.signal);
-        for await (const event of events(answer)) {
+    while (!stop.signal.aborted) {
+      if (!locked.value) {
+        const from = last && `${path.includes("?") ? "&" : "?"}after=${encodeURIComponent(last)}`;
+        await followOnce(path + from, stop.signal, (event) => {
           last = event.id || last;
           if (event.data) take(event.kind, JSON.parse(event.data));
-        }
-      } catch {
-        // ended, refused or cut: asked again below
+        });
+        if (!stop.signal.aborted) failed();
       }
       await new Promise((resolve) => setTimeout(resolve, AGAIN_S * 1000));
     }
   })();
-  return () => abort.abort();
+  return () => stop.abort();
 }
 
-/** @param {Response} answer */
-async function* events(answer) {
+/** Read a stream until it ends, is refused or cut, or is silent: a proxy may hold it, and a tunnel die. @param {string} path @param {AbortSignal} stop @param {(event: ReturnType<typeof readEvent>) => void} take */
+async function followOnce(path, stop, take) {
+  const cut = new AbortController();
+  const end = () => cut.abort();
+  stop.addEventListener("abort", end);
+  let silence = setTimeout(end, SILENT_S * 1000);
+  try {
+    const heard = () => (clearTimeout(silence), (silence = setTimeout(end, SILENT_S * 1000)));
+    for await (const event of events(await ask(path, cut.signal), heard)) take(event);
+  } catch {
+    // the caller opens it again
+  } finally {
+    clearTimeout(silence);
+    stop.removeEventListener("abort", end);
+  }
+}
+
+/** @param {Response} answer @param {() => void} heard called for each piece */
+async function* events(answer, heard) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
+    heard();
     text += value;
     const blocks = text.split("\n\n");
     text = blocks.pop() ?? "";

@@ -72,7 +72,7 @@ function useNewGroups(changed) {
   const last = status?.journal?.last_seq;
   useEffect(() => {
     if (last === undefined) return undefined;
-    return follow("/v1/trajectories/stream?kinds=group", last, (kind) => kind === "group" && changed());
+    return follow("/v1/trajectories/stream?kinds=group", (kind) => kind === "group" && changed(), { after: last });
   }, [last]);
 }
 

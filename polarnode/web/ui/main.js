@@ -3,6 +3,7 @@ import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { signal } from "./vendor/signals.js";
 import { bundled, locked, trouble, unlock } from "./api.js";
 import { Groups } from "./groups.js";
+import { Logs } from "./logs.js";
 import { Now } from "./now.js";
 import { readRoute, sessionLink, VIEWS } from "./route.js";
 import { Session } from "./session.js";
@@ -36,6 +37,7 @@ function Page() {
 function View({ route: at }) {
   if (at.view === "session") return html`<${Session} route=${at} />`;
   if (at.view === "sessions") return html`<${Sessions} />`;
+  if (at.view === "logs") return html`<${Logs} route=${at} />`;
   if (at.view === "groups") return html`<${Groups} />`;
   return html`<${Now} />`;
 }

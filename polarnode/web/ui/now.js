@@ -4,12 +4,12 @@ import { Action } from "./action.js";
 import { bytes, count, duration, trimmed } from "./format.js";
 import { History } from "./history.js";
 import { Facts, Panel, State, Table, Waiting } from "./parts.js";
-import { usePolled } from "./use.js";
+import { useFresh } from "./use.js";
 
 const STAGES = ["init", "ready", "run", "post"];
 
 export function Now() {
-  const answer = usePolled("/v1/status");
+  const answer = useFresh("/v1/status");
   const status = answer.value;
   if (status === null) return html`<${Waiting} answer=${answer} what="Asking the node" />`;
   if (status.nodes) return html`<${Fleet} status=${status} />`;

@@ -55,7 +55,7 @@ function Whole({ route, found }) {
     ${route.tab === "tokens" ? html`<${Tokens} route=${route} session=${session} />` : null}
     ${route.tab === "lineage" ? html`<${Lineage} id=${session.session_id} turns=${turns} />` : null}
     ${route.tab === "compare" ? html`<${Compare} session=${session} />` : null}
-    ${route.tab === "log" ? html`<${Log} id=${session.session_id} />` : null}`;
+    ${route.tab === "log" ? html`<${Log} path=${`/v1/sessions/${encodeURIComponent(session.session_id)}/log`} />` : null}`;
 }
 
 /** @param {{session: any, turns: any[], trajectory: any}} props */

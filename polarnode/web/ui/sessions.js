@@ -1,46 +1,47 @@
 /** The view of sessions that run now. */
 import { html, useState } from "./vendor/htm-preact.js";
 import { count, duration } from "./format.js";
+import { isShown, keyOf, seconds } from "./live.js";
 import { Panel, State, Table, Waiting } from "./parts.js";
 import { sessionLink } from "./route.js";
-import { usePolled } from "./use.js";
+import { useLive, useSeconds } from "./use.js";
 
 const SHOWN = 500; // rows: a table of more is not read, and slow
 
+/** @typedef {import("./live.js").LiveRow} LiveRow */
+
 export function Sessions() {
-  const answer = usePolled("/v1/status");
+  const { rows, error } = useLive();
+  const now = useSeconds();
   const [wanted, want] = useState("");
-  if (answer.value === null) return html`<${Waiting} answer=${answer} what="Asking the node" />`;
-  if (!answer.value.sessions) return html`<p class="quiet">A fleet's front lists no sessions: open the page of one of its nodes, or a session by its id.</p>`;
-  const all = [...answer.value.sessions, ...answer.value.captures.open.map(asSession)];
+  if (rows === null) return html`<${Waiting} answer=${{ value: null, error }} what="Asking the node" />`;
+  const all = [...rows.values()].filter((row) => isShown(row, now));
+  const live = all.filter((row) => row.status.phase !== "ended").length;
   const found = all
-    .filter((each) => [each.session_id, each.task_id, each.harness, each.phase].some((text) => text.includes(wanted)))
-    .sort((a, b) => (b.age_s ?? 0) - (a.age_s ?? 0));
-  const note = found.length > SHOWN ? `the oldest ${SHOWN} of ${count(found.length)}` : `${count(found.length)} of ${count(all.length)}`;
+    .filter(({ status, node }) => [status.session_id, status.task_id, status.harness, status.phase, node].some((text) => text.includes(wanted)))
+    .sort((a, b) => (seconds(b, "age_s", now) ?? 0) - (seconds(a, "age_s", now) ?? 0));
+  const many = new Set(all.map((row) => row.node)).size > 1;
+  const note = found.length > SHOWN ? `the oldest ${SHOWN} of ${count(found.length)}` : wanted ? `${count(found.length)} of ${count(all.length)}` : count(live);
   return html`<${Panel} title="Live sessions" note=${note}>
-    <label class="filter">Filter <input type="search" value=${wanted} placeholder="id, task, harness or phase" onInput=${(/** @type {any} */ event) => want(event.target.value)} /></label>
+    <label class="filter">Filter <input type="search" value=${wanted} placeholder="id, task, harness, phase or node" onInput=${(/** @type {any} */ event) => want(event.target.value)} /></label>
     <${Table}
       rows=${found.slice(0, SHOWN)}
-      keyOf=${(/** @type {any} */ each) => each.session_id}
+      keyOf=${(/** @type {LiveRow} */ row) => keyOf(row.node, row.status)}
       empty=${all.length ? "No live session has this text." : "No session runs now."}
       columns=${[
-        { head: "session", cell: (/** @type {any} */ each) => html`<a class="id" href=${sessionLink(each.session_id)}>${each.session_id}</a>` },
-        { head: "task", cell: (/** @type {any} */ each) => html`<span class="id">${each.task_id}</span>` },
-        { head: "sample", number: true, cell: (/** @type {any} */ each) => each.sample_index },
-        { head: "attempt", number: true, cell: (/** @type {any} */ each) => each.attempt ?? 0 },
-        { head: "harness", cell: (/** @type {any} */ each) => each.harness },
-        { head: "phase", cell: (/** @type {any} */ each) => html`<${State} word=${each.phase} />` },
-        { head: "for", number: true, cell: (/** @type {any} */ each) => duration(each.phase_s) },
-        { head: "age", number: true, cell: (/** @type {any} */ each) => duration(each.age_s) },
-        { head: "turns", number: true, cell: (/** @type {any} */ each) => count(each.turns) },
-        { head: "sampled", number: true, cell: (/** @type {any} */ each) => count(each.sampled_tokens) },
-        { head: "last turn ago", number: true, cell: (/** @type {any} */ each) => duration(each.last_turn_s) },
+        { head: "session", cell: (/** @type {LiveRow} */ { status }) => html`<a class="id" href=${sessionLink(status.session_id)}>${status.session_id}</a>` },
+        ...(many ? [{ head: "node", cell: (/** @type {LiveRow} */ row) => row.node }] : []),
+        { head: "task", cell: (/** @type {LiveRow} */ { status }) => html`<span class="id">${status.task_id}</span>` },
+        { head: "sample", number: true, cell: (/** @type {LiveRow} */ { status }) => status.sample_index },
+        { head: "attempt", number: true, cell: (/** @type {LiveRow} */ { status }) => status.attempt ?? 0 },
+        { head: "harness", cell: (/** @type {LiveRow} */ { status }) => status.harness },
+        { head: "phase", cell: (/** @type {LiveRow} */ { status }) => html`<${State} word=${status.outcome ?? status.phase} />` },
+        { head: "for", number: true, cell: (/** @type {LiveRow} */ row) => duration(seconds(row, "phase_s", now)) },
+        { head: "age", number: true, cell: (/** @type {LiveRow} */ row) => duration(seconds(row, "age_s", now)) },
+        { head: "turns", number: true, cell: (/** @type {LiveRow} */ { status }) => count(status.turns) },
+        { head: "sampled", number: true, cell: (/** @type {LiveRow} */ { status }) => count(status.sampled_tokens) },
+        { head: "last turn ago", number: true, cell: (/** @type {LiveRow} */ row) => duration(seconds(row, "last_turn_s", now)) },
       ]}
     />
   <//>`;
-}
-
-/** An open capture as a session. @param {any} capture */
-function asSession(capture) {
-  return { ...capture, harness: "capture", phase: "run" };
 }

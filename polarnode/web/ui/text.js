@@ -42,6 +42,13 @@ export function withoutEscapes(text) {
   return text.replace(/\u001b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\^_])/g, "").replace(/[^\n]*\r(?!\n)/g, "").replaceAll("\r\n", "\n");
 }
 
+/** The lines that have a text, in upper or lower case. @param {string} text @param {string} wanted */
+export function linesWith(text, wanted) {
+  if (!wanted) return text;
+  const small = wanted.toLowerCase();
+  return text.split("\n").filter((line) => line.toLowerCase().includes(small)).join("\n");
+}
+
 /** One string, for titles and canvases. @param {string} text */
 export function visibleText(text) {
   return visible(text).map((part) => (typeof part === "string" ? part : `‹${part.mark}›`)).join("");

@@ -1,0 +1,148 @@
+"""Changes of live sessions: what a reader is sent, how events are cut, and the stream of a control plane."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trio
+from attrs import evolve
+from control_plane_parts import Plane, TaskTaker, open_plane
+from trio.testing import MockClock
+
+from polarnode.api.exports import KEEP_ALIVE_S
+from polarnode.api.live import AT_ONCE, LOOK_S, LiveSessionRoutes, SeenSessions, SessionWatch, pieces
+from polarnode.client import AsyncPolarnodeClient
+from polarnode.client.awaiting_http import AsyncEvents
+from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionChanges
+from polarnode.journal.journal import Journal, open_journal
+
+ONE = LiveSessionStatus(session_id="a", task_id="t", harness="pi", phase="init", turns=0, sampled_tokens=0)
+
+
+def found(*each: LiveSessionStatus) -> dict[str, LiveSessionStatus]:
+    return {status.session_id: status for status in each}
+
+
+# ── changes ───────────────────────────────────────────────────────────────────
+
+
+def test_a_reader_is_sent_what_differs_from_what_it_was_sent() -> None:
+    seen, two = SeenSessions(), evolve(ONE, session_id="b")
+    assert seen.changes(found(ONE, two), {}) == [ONE, two]
+    assert seen.changes(found(evolve(ONE, age_s=9.0, phase_s=2.0), two), {}) == [], "time alone is no change"
+    runs = evolve(ONE, phase="run", turns=1, sampled_tokens=7)
+    assert seen.changes(found(runs, two), {}) == [runs]
+    over = evolve(two, phase="ended", outcome="failed")
+    assert seen.changes(found(runs), found(over)) == [over]
+    assert seen.changes({}, found(over)) == [evolve(runs, phase="ended")], "one that is tried again"
+    assert seen.changes({}, found(over)) == []
+
+
+def test_a_reader_that_comes_late_is_not_sent_what_ended_before() -> None:
+    assert SeenSessions().changes(found(ONE), found(evolve(ONE, session_id="b", outcome="failed"))) == [ONE]
+
+
+@pytest.mark.parametrize(
+    ("count", "whole", "sizes"),
+    [
+        (0, True, [0]),
+        (0, False, []),
+        (AT_ONCE + 1, True, [AT_ONCE, 1]),
+        (AT_ONCE, False, [AT_ONCE]),
+    ],
+)
+def test_events_are_cut_and_the_first_alone_is_whole(count: int, whole: bool, sizes: list[int]) -> None:
+    made = list(pieces("n", [evolve(ONE, session_id=str(at)) for at in range(count)], whole=whole))
+    assert [len(each.sessions) for each in made] == sizes
+    assert [each.whole for each in made] == [whole and at == 0 for at in range(len(made))]
+
+
+# ── the stream ────────────────────────────────────────────────────────────────
+
+
+class OneCapture:
+    def list(self) -> tuple[CaptureStatus, ...]:
+        return (
+            CaptureStatus(
+                session_id="c",
+                task_id="t",
+                group_id="t",
+                sample_index=3,
+                turns=2,
+                sampled_tokens=9,
+                in_flight=0,
+                expires_s=1.0,
+            ),
+        )
+
+
+async def test_readers_share_a_look_and_captures_are_sessions(
+    journal: Journal, autojump_clock: MockClock
+) -> None:
+    service = TaskTaker(journal=journal, captures=OneCapture())
+    watch = SessionWatch(service)
+    watch.look()
+    service.listed = (ONE,)
+    watch.look()
+    assert [(each.harness, each.phase, each.sample_index) for each in watch.live.values()] == [
+        ("capture", "run", 3)
+    ], "not due yet"
+    await trio.sleep(LOOK_S)
+    watch.look()
+    assert set(watch.live) == {"a", "c"}
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1.0) as opened:
+        yield opened
+
+
+async def test_a_quiet_stream_gives_signs_of_life(journal: Journal, autojump_clock: MockClock) -> None:
+    stream = LiveSessionRoutes(TaskTaker(journal=journal))._events(follow=True)
+    sent = [await anext(stream) for _ in range(2)]
+    assert sent[0].startswith(b":")
+    assert sent[1] == b'event: sessions\ndata: {"node":"n0","sessions":[],"whole":true}\n\n'
+    began = trio.current_time()
+    assert await anext(stream) == b": keep-alive\n\n"
+    assert KEEP_ALIVE_S <= trio.current_time() - began <= KEEP_ALIVE_S + LOOK_S
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+@asynccontextmanager
+async def reading(plane: Plane) -> AsyncIterator[AsyncEvents[SessionChanges]]:
+    async with AsyncPolarnodeClient(plane.url, "secret") as client, client.live_sessions() as events:
+        yield events
+
+
+async def test_a_session_is_followed_from_its_begin_to_its_end(tmp_path: Path) -> None:
+    async with open_plane(tmp_path / "journal.sqlite") as plane, reading(plane) as events:
+        assert await anext(events) == SessionChanges(node="n0", sessions=(), whole=True)
+        for status in (
+            ONE,
+            evolve(ONE, phase="run"),
+            evolve(ONE, phase="run", turns=1, sampled_tokens=5),
+            evolve(ONE, phase="ended", turns=1, sampled_tokens=5, outcome="completed", reward=1.0),
+        ):
+            plane.service.listed = (status,)
+            assert await anext(events) == SessionChanges(node="n0", sessions=(status,))
+        async with reading(plane) as later:
+            assert await anext(later) == SessionChanges(node="n0", sessions=(), whole=True)
+
+
+async def test_a_stream_that_does_not_follow_ends_and_others_are_refused(tmp_path: Path) -> None:
+    async with open_plane(tmp_path / "journal.sqlite") as plane, httpx.AsyncClient() as client:
+        plane.service.listed = (ONE,)
+        headers = {"Authorization": "Bearer secret"}
+        url = f"{plane.url}/v1/sessions/live"
+        answer = await client.get(url, params={"follow": "false"}, headers=headers)
+        (data,) = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        told: dict[str, Any] = json.loads(data[6:])
+        assert [each["session_id"] for each in told["sessions"]] == ["a"]
+        refused = await client.get(url, params={"after": "1"}, headers=headers)
+        assert refused.json()["error"]["path"] == "?after"
+        assert (await client.get(url)).status_code == 401
