@@ -23,7 +23,8 @@ from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
 from polarnode.containers.inside import USER_LIMITS
 from polarnode.containers.probe import Finding
 from polarnode.core import codec
-from polarnode.core.conversation import Conversation, Message
+from polarnode.core.codec.json import dump_json, plain
+from polarnode.core.conversation import Conversation, Json, Message
 from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, PolarnodeError, Refused
 from polarnode.core.ports import Question
 from polarnode.core.task import RuntimeSpec
@@ -153,12 +154,16 @@ PROBE = Question(
 ENOUGH_DISK = 10 << 30  # bytes: four runtime images and their base are about 4 GB
 
 
-def examine(config: NodeConfig) -> int:
-    """Print each finding as it is made; returns the exit code, 0 if a node can start here."""
+def examine(config: NodeConfig, *, as_json: bool = False) -> int:
+    """Print each finding as it is made, or all as one JSON object; returns the exit code, 0 if a node can
+    start here.
+    """
+    if as_json:
+        return _examine_as_json(config)
     console, faults = open_console(), 0
     for finding in findings(config):
-        if isinstance(finding, Table):
-            console.print(finding)
+        if isinstance(finding, LoadedModel):
+            console.print(language(finding))
             continue
         show(console, finding)
         faults += not finding.ok
@@ -175,15 +180,31 @@ def examine(config: NodeConfig) -> int:
     return int(faults > 0)
 
 
+def _examine_as_json(config: NodeConfig) -> int:
+    """`{"ready", "findings": [{"name", "ok", "what", "remedy"}], "model": {property: value}}`; `model` is
+    empty where none was loaded.
+    """
+    found, properties = list[Finding](), dict[str, Json]()
+    for each in findings(config):
+        if isinstance(each, LoadedModel):
+            properties = {name or "note": value for name, value in rows(each)}
+        else:
+            found.append(each)
+    ready = all(each.ok for each in found)
+    every: list[Json] = [plain(each) for each in found]
+    print(dump_json({"ready": ready, "findings": every, "model": properties}).decode())
+    return int(not ready)
+
+
 def _where(config: NodeConfig) -> str:
     if config.engine != "sglang":
         return f"--engine {config.engine}"
     return "--gpus 0" if config.gpus else "--cpu"
 
 
-def findings(config: NodeConfig) -> Iterator[Finding | Table]:
-    """All findings, quick ones first. The model takes seconds: its tokenizer is loaded, its template audited,
-    and a table describes it.
+def findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
+    """All findings, quick ones first, and the model. That takes seconds: its tokenizer is loaded, its
+    template audited.
     """
     required = list(requirements(config))
     yield from required
@@ -380,9 +401,9 @@ def teachers(config: NodeConfig) -> Iterator[Finding]:
         yield Finding(name=f"teacher {name}", ok=ok, what=what, remedy=remedy)
 
 
-def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | Table]:
-    """Whether the checkpoint's tokenizer and template keep tokens exact, a table that describes them, and
-    the notes of the audit.
+def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | LoadedModel]:
+    """Whether the checkpoint's tokenizer and template keep tokens exact, both of them, and the notes of the
+    audit.
     """
     try:
         loaded = load_model(path)
@@ -403,6 +424,6 @@ def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | Table]:
         ok=True,
         what=f"{label}: family {loaded.family.name}, {size} ids; the template audit passes",
     )
-    yield language(loaded)
+    yield loaded
     for note in loaded.notes:
         yield Finding(name="model", ok=True, what=note)

@@ -15,11 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.cli.output import open_console
+from polarnode.cli.progress import Steps
 from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.client.pins import split_pin
 from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.front import Front
 from polarnode.fleet.join_token import JoinToken
 from polarnode.fleet.joining import joinable
 from polarnode.fleet.link import Link
@@ -30,6 +32,10 @@ from polarnode.fleet.serving import local_nodes, serve_front
 from polarnode.http.server import Address, Certificate, listening_socket
 from polarnode.support.bounded import open_node_log, private_folder, private_opener
 
+LOOK_S = 0.5  # between looks at the nodes that start
+TOLD_S = (
+    900.0  # a model of hundreds of gigabytes is read in minutes; then `polarnode fleet status` tells more
+)
 COLUMNS = (
     *("node", "model", "state", "for", "sessions", "slots", "s/session", "weights", "copies", "held"),
     "lost, re-run",  # places of it that other nodes ran again
@@ -82,28 +88,53 @@ async def _serve(
     def report(text: str) -> None:
         console.print(f"· {text}", style="dim")
 
+    steps = Steps(report, console, f"logs: {config.state_dir}")
     async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
+        nursery.start_soon(steps.show)
         if local:
             folder = Path(config.state_dir) / "nodes"
             nodes = await stack.enter_async_context(local_nodes(local, folder, options, os.environ))
             console.print(f"· {local} nodes start on this machine: {', '.join(nodes)}", style="dim")
             config = evolve(config, nodes=(*config.nodes, *nodes)).check()
         if order is not None:
-            report(f"asking Ray at {order.address} for its machines")
-            ray = await stack.enter_async_context(ray_nodes(order, Path(config.state_dir), report))
+            steps.report(f"asking Ray at {order.address} for its machines")
+            ray = await stack.enter_async_context(ray_nodes(order, Path(config.state_dir), steps.report))
             config = evolve(config, nodes=(*config.nodes, ray.entry))
             report(f"nodes of the Ray cluster are listed in {ray.file}; they go on when the front stops")
-        _, address = await stack.enter_async_context(serve_front(config))
+        front, address = await stack.enter_async_context(serve_front(config))
         scheme = "http" if config.tls_cert is None else "https"
         url = f"{scheme}://{address.host}:{address.port}"
         console.print(f"fleet on {url} · {len(config.nodes)} nodes or lists of nodes")
         if config.join:
             await trio.to_thread.run_sync(_print_join, config, config.public_url or url, console)
         console.print(f"· polarnode fleet status --url {url} shows them; Ctrl-C stops the front", style="dim")
+        if config.nodes:
+            nursery.start_soon(tell_up, front, steps, console)
         await requested(stop)
         nursery.cancel_scope.cancel()
+
+
+async def tell_up(front: Front, steps: Steps, console: Console) -> None:
+    """Tell how many nodes are up, and for how long the others are waited for, until all are, or for
+    TOLD_S.
+    """
+    told = (-1, 0)
+    with trio.move_on_after(TOLD_S):
+        while not told[1] or told[0] < told[1]:
+            members = front.roster.members
+            now = (len(front.roster.in_state("up", "draining", "left")), len(members))
+            if now != told and members:
+                steps.report(f"{now[0]} of {now[1]} nodes are up")
+                told = now
+            await trio.sleep(LOOK_S)
+    steps.end()
+    for each in front.roster.members.values():
+        if each.state not in ("up", "draining", "left"):
+            console.print(
+                f"· {each.name} is {each.state}: {each.problem or 'it has not answered'}", style="dim"
+            )
 
 
 def _print_join(config: FleetConfig, url: str, console: Console) -> None:

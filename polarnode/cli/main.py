@@ -444,8 +444,9 @@ def inspect(
 
 @main.command(short_help="Check whether a node can start here, and how to fix what prevents it.")
 @node_options
+@as_json
 @click.pass_context
-def doctor(ctx: click.Context, /, **params: Any) -> None:
+def doctor(ctx: click.Context, /, as_json: bool, **params: Any) -> None:
     """Check whether a node can start on this machine, and print how to fix what prevents it. Starts no engine
     and no container.
 
@@ -461,7 +462,7 @@ def doctor(ctx: click.Context, /, **params: Any) -> None:
     if config.containers:
         with suppress(RuntimeFault):  # a finding tells what is missing
             enter_user_namespace()
-    sys.exit(examining.examine(config))
+    sys.exit(examining.examine(config, as_json=as_json))
 
 
 @main.command("gym-agent", short_help="Serve a NeMo Gym agent that runs on a node.")

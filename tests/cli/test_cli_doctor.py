@@ -3,6 +3,7 @@ thing.
 """
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,6 @@ from attrs import evolve
 from click.testing import CliRunner
 from family_fixtures import family_folder
 from judge_kit import Endpoint, error, says, serving
-from rich.table import Table
 
 from polarnode.cli import doctor
 from polarnode.cli.doctor_cache import cache
@@ -143,17 +143,35 @@ def test_a_judge_without_its_key_keeps_a_node_from_starting() -> None:
 def test_the_model_is_loaded_and_audited_and_its_notes_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finding, table = doctor.model(TINY_MODEL)
+    finding, found = doctor.model(TINY_MODEL)
     assert isinstance(finding, Finding)
     assert finding.ok
     assert finding.what.startswith("polarnode-tiny, embedded: family qwen3, ")
-    assert isinstance(table, Table)
+    assert isinstance(found, template.LoadedModel)
     loaded = template.load_model(TINY_MODEL)
     monkeypatch.setattr(
         doctor, "load_model", lambda path: evolve(loaded, notes=("it drops thinking from earlier turns",))
     )
     told = [each.what for each in doctor.model(tmp_path) if isinstance(each, Finding)]
     assert told[1:] == ["it drops thinking from earlier turns"]
+
+
+def test_a_script_reads_the_same_findings_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, lines = examined(CPU, capsys)
+    result = CliRunner().invoke(command, ["doctor", "--cpu", "--json"])
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["ready"]) == (code, code == 0)
+    shown = [line[2:] for line in lines if line[:2] in ("✓ ", "✗ ")]
+    # free space and the like may differ by a digit
+    assert [each["name"] for each in told["findings"]] == [line.partition(":")[0] for line in shown]
+    assert told["model"]["family"] == "qwen3"
+    monkeypatch.setattr(doctor, "requirements", lambda config: iter((Finding(name="x", ok=False, what="y"),)))
+    result = CliRunner().invoke(command, ["doctor", "--cpu", "--json", "--model", "/nowhere"])
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["ready"], told["model"]) == (1, False, {})
+    assert told["findings"][0] == {"name": "x", "ok": False, "what": "y", "remedy": ""}
 
 
 def test_a_folder_without_a_checkpoint_is_a_fault(tmp_path: Path) -> None:

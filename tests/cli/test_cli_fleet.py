@@ -1,5 +1,6 @@
 """`polarnode fleet`: its refusals, its table, and draining, against a front that runs."""
 
+import io
 import socket
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import trio
 from click.testing import CliRunner
 from fleet_kit import hollow_nodes
 from quart_trio import QuartTrio
+from rich.console import Console
 
 from polarnode.api.app import Extension, control_plane
 from polarnode.cli import fleet, fleet_run, main
+from polarnode.cli.progress import Steps
+from polarnode.fleet import serving
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front, open_front
 from polarnode.fleet.routes import FrontRoutes, exposition, fleet_status
@@ -103,3 +107,31 @@ def test_a_taken_port_is_said_before_nodes_are_asked(tmp_path: Path) -> None:
         arguments += ["--state-dir", str(tmp_path / "state")]
         found = CliRunner().invoke(main, ["fleet", *arguments])
     assert "choose another with --port" in found.output
+
+
+async def test_how_many_nodes_are_up_is_told_until_all_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_run, "TOLD_S", 3.0)
+    monkeypatch.setattr(serving, "ASKED_S", 0.2)
+    lines, console = list[str](), Console(file=io.StringIO(), width=200)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        async with hollow_nodes(tmp_path, 1) as nodes:
+            file = tmp_path / "nodes"
+            file.write_text(f"{nodes[0].url}\n")
+            config = FleetConfig(nodes=(f"@{file}",), state_dir=str(tmp_path / "front"))
+            async with open_front(config, ask_again) as front:
+                with trio.fail_after(30):
+                    await fleet_run.tell_up(front, Steps(lines.append), console)
+                    assert lines[-1] == "1 of 1 nodes are up"
+                    file.write_text(f"{nodes[0].url}\n{away}\n")
+                    while len(front.roster.members) < 2:  # noqa: ASYNC110
+                        await trio.sleep(0.05)
+                await fleet_run.tell_up(front, Steps(lines.append), console)
+    assert lines[-1] == "1 of 2 nodes are up"
+    assert isinstance(console.file, io.StringIO)
+    [told] = console.file.getvalue().splitlines()
+    assert told.startswith(f"· {away} is ")
+    assert "does not answer" in told
