@@ -33,8 +33,8 @@ from polarnode.http.server import Address, Certificate, listening_socket
 from polarnode.support.bounded import open_node_log, private_folder, private_opener
 
 LOOK_S = 0.5  # between looks at the nodes that start
-TOLD_S = (
-    900.0  # a model of hundreds of gigabytes is read in minutes; then `polarnode fleet status` tells more
+SHOWN_S = (
+    900.0  # a model of hundreds of gigabytes is read in minutes; then `polarnode fleet status` shows more
 )
 COLUMNS = (
     *("node", "model", "state", "for", "sessions", "slots", "s/session", "weights", "copies", "held"),
@@ -111,23 +111,23 @@ async def _serve(
             await trio.to_thread.run_sync(_print_join, config, config.public_url or url, console)
         console.print(f"· polarnode fleet status --url {url} shows them; Ctrl-C stops the front", style="dim")
         if config.nodes:
-            nursery.start_soon(tell_up, front, steps, console)
+            nursery.start_soon(show_up, front, steps, console)
         await requested(stop)
         nursery.cancel_scope.cancel()
 
 
-async def tell_up(front: Front, steps: Steps, console: Console) -> None:
-    """Tell how many nodes are up, and for how long the others are waited for, until all are, or for
-    TOLD_S.
+async def show_up(front: Front, steps: Steps, console: Console) -> None:
+    """Show how many nodes are up, and for how long the others are waited for, until all are, or for
+    SHOWN_S.
     """
-    told = (-1, 0)
-    with trio.move_on_after(TOLD_S):
-        while not told[1] or told[0] < told[1]:
+    shown = (-1, 0)
+    with trio.move_on_after(SHOWN_S):
+        while not shown[1] or shown[0] < shown[1]:
             members = front.roster.members
             now = (len(front.roster.in_state("up", "draining", "left")), len(members))
-            if now != told and members:
+            if now != shown and members:
                 steps.report(f"{now[0]} of {now[1]} nodes are up")
-                told = now
+                shown = now
             await trio.sleep(LOOK_S)
     steps.end()
     for each in front.roster.members.values():

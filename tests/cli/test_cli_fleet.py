@@ -109,10 +109,10 @@ def test_a_taken_port_is_said_before_nodes_are_asked(tmp_path: Path) -> None:
     assert "choose another with --port" in found.output
 
 
-async def test_how_many_nodes_are_up_is_told_until_all_are(
+async def test_how_many_nodes_are_up_is_shown_until_all_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_run, "TOLD_S", 3.0)
+    monkeypatch.setattr(fleet_run, "SHOWN_S", 3.0)
     monkeypatch.setattr(serving, "ASKED_S", 0.2)
     lines, console = list[str](), Console(file=io.StringIO(), width=200)
     with socket.socket() as nobody:
@@ -124,12 +124,12 @@ async def test_how_many_nodes_are_up_is_told_until_all_are(
             config = FleetConfig(nodes=(f"@{file}",), state_dir=str(tmp_path / "front"))
             async with open_front(config, ask_again) as front:
                 with trio.fail_after(30):
-                    await fleet_run.tell_up(front, Steps(lines.append), console)
+                    await fleet_run.show_up(front, Steps(lines.append), console)
                     assert lines[-1] == "1 of 1 nodes are up"
                     file.write_text(f"{nodes[0].url}\n{away}\n")
                     while len(front.roster.members) < 2:  # noqa: ASYNC110
                         await trio.sleep(0.05)
-                await fleet_run.tell_up(front, Steps(lines.append), console)
+                await fleet_run.show_up(front, Steps(lines.append), console)
     assert lines[-1] == "1 of 2 nodes are up"
     assert isinstance(console.file, io.StringIO)
     [told] = console.file.getvalue().splitlines()
