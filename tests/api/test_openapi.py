@@ -27,7 +27,7 @@ PROGRAM = Path(sys.executable).with_name("schemathesis")
 # letters) would be a failure: 400 is right. `Allow` names GET at /v1/trajectories/ack, and rightly: a session
 # of that name would be there.
 CHECKS = ("--checks", "all", "--exclude-checks", "positive_data_acceptance,allow_header_conformance")
-# Streams do not end; their answers are read in tests/api/test_control_plane.py and test_live.py.
+# Streams do not end; their answers are read in tests/api/test_control_plane.py, test_live_changes.py.
 STREAMS = "^/v1/(trajectories/stream|sessions/live)$"
 ASKED = ("--exclude-path-regex", STREAMS, "--max-examples", "25", "--seed", "1", "--no-color")
 
