@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from podman_parts import kept_limits
 from recovery_kit import ServingNode, account, ledgers_in_logs, place_at, short_temporary, texts_of, until
 
 pytestmark = pytest.mark.podman
@@ -52,6 +53,7 @@ def frozen(node: ServingNode) -> int:
     return int(node.status()["runtimes"]["frozen"])
 
 
+@kept_limits  # who is frozen is in a control group of their own
 def test_held_and_frozen_sessions_lose_nothing_and_survive_a_kill(podman_works: None, tmp_path: Path) -> None:
     short = tmp_path / "short"
     with short_temporary() as temporary:
