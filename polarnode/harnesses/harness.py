@@ -42,6 +42,7 @@ class Harness:
     `resume` launches it with the same settings, files and environment in the home and workdir that a session
     of its own left, so that it goes on with that conversation; the order's instruction is the message that it
     then adds. None: its pinned version cannot, or its first request is another than the session's next.
+    `settles_s`: seconds after a request until what it keeps of the conversation is in its files.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Harness:
     mcp_servers: bool = False
     skills: bool = False
     resume: Callable[[HarnessOrder], Launch] | None = None
+    settles_s: float = 0.0
 
 
 def model_name(order: HarnessOrder) -> str:

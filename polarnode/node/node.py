@@ -13,6 +13,7 @@ from typing import Protocol
 import trio
 from attrs import define, evolve, field
 
+from polarnode import harnesses
 from polarnode.api.callbacks import Callbacks
 from polarnode.api.metrics import Figures
 from polarnode.api.service import Submitted
@@ -46,6 +47,7 @@ from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.forks import check_fork
 from polarnode.rollouts.judges import Judges
+from polarnode.rollouts.resuming import find_snapshot
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.second_homes import SecondHomes
 from polarnode.support.metrics import LoopLag
@@ -140,6 +142,9 @@ class Node:
         if spec.fork is not None:
             await self.journal.flushed()  # the parent may be live: its last turns too
             check_fork(spec, spec.fork, await self.journal.fork_parent(spec.fork))
+            if spec.fork.by == "resume":
+                harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)
+                await find_snapshot(self.scheduler.services, spec, spec.fork, harness)
         task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key, copy=copy)
         await self.journal.flushed()
         logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)

@@ -34,6 +34,8 @@ RESUME_MARKER: Final = "polarnode-resume-8e1f6b0c2d: the node takes this message
 
 # Claude Code puts this into the model's mouth where a conversation ended with a tool's result.
 _PLACEHOLDER: Final = Message(role="assistant", text="No response requested.")
+# And after the message that it goes on with it tells what is otherwise than when the conversation began.
+_UPDATE: Final = "# Environment update\n"
 
 
 def without_lines(text: str) -> str:
@@ -109,7 +111,8 @@ def _outside(text: str) -> str:
 
 
 def without_marker(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages without each user's text that is the marker, and without what a harness put before it.
+    """The messages without each user's text that is the marker, and without what a harness put before and
+    after it.
 
     Parts of one message stand on lines of their own, so the others stay as they are. A request in which no
     other user speaks (a title for the marker) stays whole.
@@ -117,16 +120,23 @@ def without_marker(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if not any(message.role == "user" and RESUME_MARKER in message.text for message in messages):
         return messages
     kept: list[Message] = []
+    marked = False  # the message before was the marker
     for message in messages:
-        rest = _unmarked(message)
-        if rest is message:
-            kept.append(message)
-            continue
-        if kept and kept[-1] == _PLACEHOLDER:
+        rest = _without_update(message) if marked else _unmarked(message)
+        marked = not marked and rest is not message
+        if marked and kept and kept[-1] == _PLACEHOLDER:
             kept.pop()
         if rest is not None:
             kept.append(rest)
     return tuple(kept) if any(message.role == "user" for message in kept) else messages
+
+
+def _without_update(message: Message) -> Message | None:
+    """The message without what Claude Code tells of its environment; None where nothing else remains."""
+    if message.role != "system" or not message.text.startswith(_UPDATE):
+        return message
+    _, _, rest = message.text.partition("\n\n")
+    return evolve(message, text=rest) if rest else None
 
 
 def _unmarked(message: Message) -> Message | None:

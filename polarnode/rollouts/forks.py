@@ -42,7 +42,8 @@ def check_fork(spec: TaskSpec, fork: ForkSpec, parent: ForkParent | None) -> For
             f"instruction must be that of {whose}, word for word: copy it from the parent's task",
             path="$.instruction",
         )
-    if fork.turn >= parent.count:
+    # the state before a turn that was never recorded has a snapshot, and no answer to give again
+    if fork.turn >= parent.count + (fork.by == "resume"):
         there = f"0 to {parent.count - 1}" if parent.count else "none yet"
         raise Refused(
             f"fork.turn is {fork.turn}, and the turns of session {fork.session!r} are {there}",
@@ -53,10 +54,6 @@ def check_fork(spec: TaskSpec, fork: ForkSpec, parent: ForkParent | None) -> For
         raise Refused(
             f"{first.part} of session {fork.session!r} is damaged ({first.reason}): fork it before that turn",
             path="$.fork.turn",
-        )
-    if fork.by == "resume":
-        raise Refused(
-            "fork.by resume is not available in this version: use by=replay, or wait for it", path="$.fork.by"
         )
     return parent
 

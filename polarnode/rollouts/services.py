@@ -54,13 +54,8 @@ class SessionOrder:
 
     @property
     def runtime(self) -> RuntimeSpec:
-        """The task's runtime. The harness's own image is filled in if the task names none, or layered on the
-        task's image if the task requests that.
-        """
-        spec = self.spec.runtime
-        if spec.image == "agent":
-            return evolve(spec, image=self.harness.image)
-        return evolve(spec, image=on_top(self.harness.image, spec.image)) if spec.add_harness else spec
+        """The task's runtime, its image filled in."""
+        return runtime_of(self.spec, self.harness)
 
     @property
     def fresh(self) -> bool:
@@ -71,6 +66,16 @@ class SessionOrder:
     def containers(self) -> int:
         """How many containers the session needs."""
         return 2 if self.fresh else 1
+
+
+def runtime_of(task: TaskSpec, harness: Harness) -> RuntimeSpec:
+    """A task's runtime. The harness's own image is filled in if the task names none, or layered on the task's
+    image if the task requests that.
+    """
+    spec = task.runtime
+    if spec.image == "agent":
+        return evolve(spec, image=harness.image)
+    return evolve(spec, image=on_top(harness.image, spec.image)) if spec.add_harness else spec
 
 
 def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str) -> HarnessOrder:

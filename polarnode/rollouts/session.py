@@ -25,7 +25,7 @@ from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.ports import Endpoint, Launch
 from polarnode.core.status import Phase
-from polarnode.core.task import TaskSpec
+from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.groups.group import EARLY_STOP
@@ -33,10 +33,11 @@ from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
 from polarnode.rollouts.forks import begin_fork
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
+from polarnode.rollouts.resuming import Resumption, begin_resume
 from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
-from polarnode.rollouts.snapshots import SessionSnapshots, open_snapshots
+from polarnode.rollouts.snapshots import SessionSnapshots, open_restored, open_snapshots
 from polarnode.support.concurrency import Place, PrioritySemaphore
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Session:
     _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
     _containers: Containers = field(init=False)
     _snapshots: SessionSnapshots | None = field(default=None, init=False)
+    _resumption: Resumption | None = field(default=None, init=False)  # of a fork by resume
 
     @phase_began.default
     def _make_phase_began(self) -> float:
@@ -137,12 +139,18 @@ class Session:
         result: Result | None = None
         with self._stoppable_scope() as scope:
             if self.task.fork is not None:
-                parent = await self.services.fork_parent(self.task.fork)
-                begin_fork(self.live, self.task, parent, self._sampled_anew)
+                await self._begin_fork(self.task.fork)
             await self.services.ensure_image(self.order.runtime.image)
             async with self._slot(self.services.stages.live):
                 result = await self._attempts(scope)
         return result or Result(outcome=self._stopped())
+
+    async def _begin_fork(self, fork: ForkSpec) -> None:
+        if fork.by == "resume":
+            self._resumption = await begin_resume(self.order, self.services, self.live, fork)
+        else:
+            parent = await self.services.fork_parent(fork)
+            begin_fork(self.live, self.task, parent, self._sampled_anew)
 
     def _sampled_anew(self, got: int, differs: str | None) -> None:
         """Note in the journal how many turns were inherited, before the first other one is recorded."""
@@ -183,10 +191,15 @@ class Session:
             await self._enter_init(init, scope)
             expires = trio.current_time() + self._containers.lifetime_s()
             try:
-                async with self._containers.open() as runtime, self._evaluators_runtime() as prefetched:
+                async with self._opened() as runtime, self._evaluators_runtime() as prefetched:
                     return await self._inside(runtime, init, expires, prefetched)
             except PolarnodeError as error:
                 return error
+
+    def _opened(self) -> AbstractAsyncContextManager[PodmanRuntime]:
+        if self._resumption is None:
+            return self._containers.open()
+        return open_restored(self._containers, self._resumption.snapshot)
 
     async def _enter_init(self, init: AsyncExitStack, scope: trio.CancelScope) -> None:
         """Take a slot of INIT, but not while a sibling prepares the same workspace."""
@@ -248,9 +261,9 @@ class Session:
             context_length=self.services.context_length,
             model=self.identity.model,
         )
-        launch = self.order.harness.launch(
-            harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home)
-        )
+        order = harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home)
+        resumption = self._resumption
+        launch = self.order.harness.launch(order) if resumption is None else resumption.launch(order)
         await runtime.place(launch.files)
         await runtime.seal(self.order.runtime)
         return launch
@@ -287,6 +300,8 @@ class Session:
         await self.live.close()
         if self._snapshots is not None:
             self._containers.metrics["snapshots"] = await self._snapshots.close()
+        if self.live.resumed is not None and not isinstance(ended, PolarnodeError):
+            ended = self.live.resumed.fault() or ended
         ending = Ending(
             ended=ended,
             cancelled=None if cause is None else _reason(cause),

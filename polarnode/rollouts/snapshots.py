@@ -39,6 +39,7 @@ from polarnode.core.snapshots import (
     passes,
     status_of,
 )
+from polarnode.core.task import RuntimeSpec
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.merge.attach import RESUMED, Plan
 from polarnode.rollouts.services import NodeServices, SessionOrder
@@ -245,6 +246,7 @@ class SessionSnapshots:
     ) -> str | None:
         archive = archive_path(self.services.log_dir, self.live.session_id, plan.index)
         limit = self.order.spec.snapshot_at.max_mb << 20
+        await trio.sleep(self.order.harness.settles_s)
         async with self.services.snapshotting:
             processes = await self.runtime.processes()
             files = await self.runtime.snapshot(self.order.runtime, archive, limit, measured=self._too_large)
@@ -353,6 +355,19 @@ def _obstacles(order: SessionOrder, files: SnapshotFiles, living: Sequence[Livin
 # ── restoring ─────────────────────────────────────────────────────────────────
 
 
+async def check_image(services: NodeServices, spec: RuntimeSpec, snapshot: Snapshot) -> None:
+    """Raise ForkError where a task's containers are made of another image than the snapshot's, RuntimeFault
+    where that is gone.
+    """
+    image_id = await services.runtimes.image_id(spec)
+    if image_id != snapshot.image_id:
+        raise ForkError(
+            f"the snapshot of session {snapshot.session_id} at turn {snapshot.turn} is of image"
+            f" {snapshot.image} ({snapshot.image_id[:19]}), and {spec.image} is {image_id[:19]} now: a fork"
+            " needs the same image"
+        )
+
+
 @asynccontextmanager
 async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIterator[PodmanRuntime]:
     """A fresh container of a task with its workspace prepared, and then the files of a snapshot in its
@@ -363,13 +378,7 @@ async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIter
     """
     services, spec = containers.services, containers.order.runtime
     archive = archive_path(services.log_dir, snapshot.session_id, snapshot.turn)
-    image_id = await services.runtimes.image_id(spec)
-    if image_id != snapshot.image_id:
-        raise ForkError(
-            f"the snapshot of session {snapshot.session_id} at turn {snapshot.turn} is of image"
-            f" {snapshot.image} ({snapshot.image_id[:19]}), and {spec.image} is {image_id[:19]} now: a fork"
-            " needs the same image"
-        )
+    await check_image(services, spec, snapshot)
     if not await trio.Path(archive).is_file():
         raise ForkError(f"the archive of session {snapshot.session_id} at turn {snapshot.turn} is gone")
     async with containers.open() as runtime:

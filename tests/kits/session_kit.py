@@ -19,7 +19,7 @@ from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, Program
 
 from polarnode.core import ports
 from polarnode.core.conversation import Json, Message, ModelRequest, Sampling
-from polarnode.core.errors import EvaluatorError
+from polarnode.core.errors import EvaluatorError, ForkError
 from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Built, Trajectory, Turn, Verdict
@@ -323,6 +323,11 @@ async def ask(live: LiveSession, history: list[Message], *, takes: float) -> Tur
     with live.call(trio.CancelScope()):
         conversation = toys.ask(*history)
         pending = toy.begin(conversation)
+        try:
+            live.check_resumed(pending.plan, conversation)
+        except ForkError:
+            live.lineages.abandon(pending.plan)
+            return None
         if live.on_held is not None:
             asked = ModelRequest(provider="toy", model="m", conversation=conversation, sampling=Sampling())
             await live.on_held(pending.plan, asked)
@@ -461,11 +466,18 @@ def _fed(order: HarnessOrder) -> Launch:
     return Launch(argv=order.command or ("agent",), env=env, files={}, stdin=order.instruction.encode())
 
 
+def _fed_again(order: HarnessOrder) -> Launch:
+    launch = _fed(order)
+    return evolve(launch, argv=(*launch.argv, "--continue"))
+
+
 BROKEN_HARNESS = Harness(name="broken", version=None, image="base", launch=_fails_to_launch)
 WRONG_HARNESS = Harness(name="wrong", version=None, image="base", launch=_gives_no_launch)
 LATE_HARNESS = Harness(name="late", version="1", image="base", launch=_fails_when_run)
 # its exit codes mean nothing
 LYING_HARNESS = Harness(name="liar", version="1", image="base", launch=_fed, exit_code_honest=False)
+# it goes on with a conversation that it kept
+KEEPING_HARNESS = Harness(name="keeper", version="1", image="base", launch=_fed, resume=_fed_again)
 
 
 def broken_builder(turns: Any, config: Any) -> Built:

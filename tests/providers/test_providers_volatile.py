@@ -103,6 +103,17 @@ def test_the_marker_goes_wherever_it_stands_and_what_claude_put_before_it() -> N
     assert without_marker(later) == (*TALK, CALLED, RESULT, answer)
 
 
+def test_what_claude_tells_of_its_environment_goes_with_the_marker_alone() -> None:
+    update = Message(role="system", text="# Environment update\n - Is a git repository: true (was false)")
+    marker, other = user(RESUME_MARKER), Message(role="system", text="ToolSearch is no longer available.")
+    both = Message(role="system", text=f"{update.text}\n\n{other.text}")
+    assert without_marker((*TALK, DID_NOTHING, marker, update, CALLED, RESULT)) == (*TALK, CALLED, RESULT)
+    assert without_marker((*TALK, marker, both)) == (*TALK, other)
+    # of another moment, or of something else
+    assert without_marker((*TALK, update, marker, CALLED, update)) == (*TALK, update, CALLED, update)
+    assert without_marker((*TALK, marker, other)) == (*TALK, other)
+
+
 @pytest.mark.parametrize(
     ("text", "rest"),
     [

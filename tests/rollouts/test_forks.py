@@ -195,7 +195,7 @@ PARENT = ForkParent(spec=task(), turns=(), damaged=(), count=3)
         (fork_of("p", 3), PARENT, "$.fork.turn", "fork.turn is 3, and the turns of session 'p' are 0 to 2"),
         (fork_of("p", 0), evolve(PARENT, count=0), "$.fork.turn", "none yet"),
         (SPEC, evolve(PARENT, damaged=(Damaged(part="turns[0]", reason="r"),)), "$.fork.turn", "before that turn"),
-        (task(fork=ForkSpec(session="p", turn=1)), PARENT, "$.fork.by", "use by=replay"),
+        (task(fork=ForkSpec(session="p", turn=4)), PARENT, "$.fork.turn", "are 0 to 2"),
     ],
 )  # fmt: skip
 def test_a_parent_that_cannot_be_gone_on_from_is_refused(

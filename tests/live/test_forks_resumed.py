@@ -1,0 +1,109 @@
+"""Forks by resume of a whole node, with real harnesses in real containers: several go on from one state, each its
+own way, and what was sampled is trained once.
+
+Which harnesses run is chosen as in `test_forks_live.py`.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from live_kit import HERE, ServingNode, serving, short_temporary
+
+from polarnode.client import ClientError
+from polarnode.core.trajectory import ForkedFrom, Trajectory, Turn
+from polarnode.harnesses import HARNESSES
+from polarnode.providers.volatile import RESUME_MARKER
+
+pytestmark = [pytest.mark.podman, pytest.mark.harness]
+
+WANTED = os.environ.get("POLARNODE_FORKS", "pi")
+FORKING = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent / 'kits')]}; from forking_node import run; run()",
+)  # its engine says scripts
+TURN = 3
+
+
+@pytest.fixture(scope="module")
+def forking(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingNode]:
+    folder = tmp_path_factory.mktemp("forking")
+    settings = folder / "node.toml"
+    settings.write_text("run_limit = 2\nready_limit = 1\ninit_limit = 2\nwarm = 0\n")
+    program = (*FORKING, "--config", str(settings))
+    with short_temporary() as temporary, serving(folder / "state", temporary, program=program) as node:
+        yield node
+
+
+def wanted() -> list[Any]:
+    skip = pytest.mark.skip(reason="not of CI's part: make fork-matrix runs it")
+    names = [each.name for each in HARNESSES.values() if each.resume is not None]
+    chosen = names if WANTED == "all" else WANTED.split(",")
+    return [pytest.param(name, marks=() if name in chosen else skip) for name in names]
+
+
+def task(harness: str, case: str, **more: Any) -> dict[str, Any]:
+    return {"instruction": f"Look around. This is case {case}.", "harness": {"name": harness}, **more}
+
+
+def told(turn: Turn, which: str) -> str:
+    """What a tool result of a turn's request says of the workdir, `before` the command or `after` it."""
+    assert turn.new_messages is not None
+    text = "".join(each.text for each in turn.new_messages.messages if each.role == "tool")
+    return re.findall(rf"{which}=([0-9a-f]{{16}})", text)[-1]
+
+
+def trained(found: Trajectory) -> int:
+    return sum(sum(trace.loss_mask) for trace in found.traces)
+
+
+@pytest.mark.parametrize("harness", wanted())
+def test_forks_go_on_from_one_state_each_its_own_way(forking: ServingNode, harness: str) -> None:
+    [name] = forking.submit(**task(harness, "long-5", snapshot_at=[0, TURN]))
+    parent = forking.finished(name)
+    assert parent.outcome.status == "completed", parent.outcome
+    fork = {"session": name, "turn": TURN}
+    forks = [
+        forking.finished(each) for each in forking.submit(**task(harness, "long-5", fork=fork, num_samples=2))
+    ]
+    for found in forks:
+        assert found.outcome.status == "completed", found.outcome
+        assert found.forked_from == ForkedFrom(session_id=name, turn=TURN, got=TURN, by="resume")
+        own, theirs = found.turns, parent.turns
+        assert [turn.sampled for turn in own[:TURN]] == [turn.sampled for turn in theirs[:TURN]]
+        # the same prompt, token for token, and the same workdir
+        assert (own[TURN].before_key, own[TURN].prompt_length, own[TURN].prompt_delta) == (
+            theirs[TURN].before_key,
+            theirs[TURN].prompt_length,
+            theirs[TURN].prompt_delta,
+        )
+        assert told(own[TURN + 1], "before") == told(theirs[TURN], "after")
+        assert {turn.kind for turn in own[1:]} == {"extend"}
+        assert trained(found) == sum(len(turn.sampled) for turn in own[TURN:])
+        assert RESUME_MARKER not in json.dumps([str(turn.new_messages) for turn in own])
+    ways = [[list(turn.sampled) for turn in found.turns[TURN:]] for found in (parent, *forks)]
+    assert all(one != other for one, other in pairwise([*ways, ways[0]]))
+    # before the first answer there is nothing to go on with but the instruction
+    [first] = forking.submit(**task(harness, "long-5", fork={"session": name, "turn": 0}))
+    assert forking.finished(first).forked_from == ForkedFrom(session_id=name, turn=0, got=0, by="resume")
+    assert forking.finished(first).turns[0].before_key == parent.turns[0].before_key
+
+
+def test_a_state_with_living_processes_or_without_a_snapshot_is_refused(forking: ServingNode) -> None:
+    [name] = forking.submit(**task("pi", "living-3", snapshot_at=[1, 3]))
+    assert forking.finished(name).outcome.status == "completed"
+    with pytest.raises(ClientError, match=r"processes lived that were not there at the first call.*sleep"):
+        forking.submit(**task("pi", "living-3", fork={"session": name, "turn": 3}))
+    with pytest.raises(
+        ClientError, match=r"there is no snapshot of session .* at turn 2 .there are some at 1, 3"
+    ):
+        forking.submit(**task("pi", "living-3", fork={"session": name, "turn": 2}))
+    # before the process there was none
+    [fork] = forking.submit(**task("pi", "living-3", fork={"session": name, "turn": 1}))
+    assert forking.finished(fork).outcome.status == "completed"

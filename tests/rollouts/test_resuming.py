@@ -1,0 +1,196 @@
+"""Forks by resume on a scheduler with containers in memory and a real journal: what they begin with, when they
+are refused, and how one ends that is in another state.
+
+Real harnesses are in tests/live.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import merge_toys as toys
+import pytest
+from attrs import define, evolve
+from fakes_runtime import Call, Program
+from session_kit import ask, live_of, task, town
+
+from polarnode.core.conversation import Message
+from polarnode.core.errors import Refused, RuntimeFault
+from polarnode.core.task import ForkSpec, HarnessSpec, SnapshotSpec, TaskSpec
+from polarnode.core.trajectory import ForkedFrom, Trajectory
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.providers.volatile import RESUME_MARKER
+from polarnode.rollouts.lifecycle import SessionRegistry
+from polarnode.rollouts.resuming import find_snapshot
+from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.services import NodeIdentity
+from polarnode.rollouts.snapshots import archive_path
+
+KEEPER = HarnessSpec(import_path="session_kit:KEEPING_HARNESS", command=("keeper",))
+KEPT = "/home/agent/answered"  # how often it was answered
+
+
+@define(eq=False)
+class Keeper:
+    """A harness of `turns` turns that keeps its conversation in its home. `says` stands in the place of its
+    first message once it is resumed; `ends`: it then ends at once, with this code or error.
+    """
+
+    turns: int = 4
+    says: str | None = None
+    ends: int | Exception | None = None
+
+    def program(self) -> Program:
+        async def program(call: Call) -> int:
+            live, files = live_of(program, call), call.runtime.files
+            resumed = call.argv[-1] == "--continue"
+            assert call.stdin == (RESUME_MARKER if resumed else "do it").encode()
+            history: list[Message] = [
+                toys.user() if not resumed or self.says is None else toys.user(self.says)
+            ]
+            for turn in live.lineages.turns[: int(files.get(KEPT, b"0")) if resumed else 0]:
+                assert turn.answer is not None
+                history += [turn.answer.as_message(), toys.user("go on")]
+            if resumed and isinstance(self.ends, Exception):
+                raise self.ends
+            if resumed and self.ends is not None:
+                return self.ends
+            for number in range(len(history) // 2, self.turns):
+                turn = await ask(live, history, takes=0.01)
+                if turn is None or turn.answer is None:
+                    return 1
+                files[KEPT] = str(number + 1).encode()
+                history += [turn.answer.as_message(), toys.user("go on")]
+            return 0
+
+        return program
+
+
+@asynccontextmanager
+async def life(folder: Path, keeper: Keeper) -> AsyncIterator[tuple[Journal, Scheduler, Any]]:
+    """A life of a node over containers in memory. Leaving it waits for the sessions."""
+    async with (
+        open_journal(folder / "journal.sqlite", now=time.time) as journal,
+        town(folder, {"keeper": keeper.program()}) as place,
+    ):
+        services = evolve(
+            place.scheduler.services,
+            identity=NodeIdentity(node="n1", model="tiny"),
+            journal=journal,
+            fork_parent=journal.fork_parent,
+        )
+        scheduler = Scheduler(
+            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
+        )
+        yield journal, scheduler, place.runtimes
+        await scheduler.registry.stop(cancel=False)
+        await journal.flushed()
+
+
+async def run(folder: Path, spec: TaskSpec, keeper: Keeper | None = None) -> Trajectory:
+    async with life(folder, keeper or Keeper()) as (_, scheduler, _):
+        _, (name,) = scheduler.submit(spec)
+    return await read(folder, name)
+
+
+async def read(folder: Path, name: str) -> Trajectory:
+    async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
+        found = await journal.trajectory(name)
+    assert found is not None
+    return found
+
+
+async def parent_in(folder: Path) -> Trajectory:
+    spec = task(harness=KEEPER, snapshot_at=SnapshotSpec(turns=(0, 2)))
+    found = await run(folder, spec)
+    assert (found.outcome.status, len(found.turns)) == ("completed", 4)
+    return found
+
+
+def fork_of(parent: Trajectory, turn: int = 2, **more: Any) -> TaskSpec:
+    return task(harness=KEEPER, fork=ForkSpec(session=parent.session_id, turn=turn), **more)
+
+
+async def test_a_fork_goes_on_from_a_snapshot_with_its_parents_turns(tmp_path: Path) -> None:
+    parent = await parent_in(tmp_path)
+    found = await run(tmp_path, fork_of(parent))
+    assert found.outcome.status == "completed", found.outcome
+    assert found.forked_from == ForkedFrom(session_id=parent.session_id, turn=2, got=2, by="resume")
+    assert [turn.index for turn in found.turns] == [0, 1, 2, 3]
+    assert [turn.sampled for turn in found.turns[:2]] == [turn.sampled for turn in parent.turns[:2]]
+    assert found.turns[2].before_key == parent.turns[2].before_key
+    assert found.turns[2].parent == 1
+    assert [(left.turn, left.reason) for left in found.left_out] == [(0, "inherited"), (1, "inherited")]
+    assert (
+        found.trainable_tokens == found.sampled_tokens == sum(len(each.sampled) for each in found.turns[2:])
+    )
+
+
+async def test_a_state_before_the_first_answer_is_begun_with_the_instruction(tmp_path: Path) -> None:
+    parent = await parent_in(tmp_path)
+    found = await run(tmp_path, fork_of(parent, 0))
+    assert found.outcome.status == "completed", found.outcome
+    assert found.forked_from == ForkedFrom(session_id=parent.session_id, turn=0, got=0, by="resume")
+    assert len(found.turns) == 4
+
+
+async def test_another_state_ends_with_the_first_difference_and_is_not_tried_again(tmp_path: Path) -> None:
+    parent = await parent_in(tmp_path)
+    found = await run(tmp_path, fork_of(parent, budgets={"retries": 2}), Keeper(says="else"))
+    outcome = found.outcome
+    assert (outcome.status, outcome.boundary, found.attempt, found.retried_as) == ("error", "fork", 0, None)
+    assert outcome.reason == (
+        f"turn 2 of session {parent.session_id} cannot be forked by resuming: the resumed request is not the"
+        ' recorded one: in message 1 (user), after "user:", it has "else" where "do it" was recorded'
+    )
+    assert (found.traces, found.sampled_tokens, len(found.turns)) == ((), 0, 2)
+
+
+async def test_a_harness_that_asks_nothing_is_no_fork(tmp_path: Path) -> None:
+    parent = await parent_in(tmp_path)
+    found = await run(tmp_path, fork_of(parent), Keeper(ends=0))
+    assert (found.outcome.status, found.outcome.boundary) == ("error", "fork")
+    assert "ended without asking for it again" in str(found.outcome.reason)
+
+
+async def test_a_container_that_dies_is_the_machines_fault_and_tried_again(tmp_path: Path) -> None:
+    parent = await parent_in(tmp_path)
+    broken = Keeper(ends=RuntimeFault("the container died"))
+    first = await run(tmp_path, fork_of(parent, budgets={"retries": 1}), broken)
+    second = await read(tmp_path, str(first.retried_as))
+    assert [each.outcome.boundary for each in (first, second)] == ["runtime", "runtime"]
+    assert second.attempt == 1
+
+
+async def test_a_snapshot_that_is_gone_when_its_fork_begins_ends_it(tmp_path: Path) -> None:
+    parent = await parent_in(tmp_path)
+    archive_path(tmp_path, parent.session_id, 2).unlink()
+    found = await run(tmp_path, fork_of(parent, budgets={"retries": 2}))
+    assert (found.outcome.status, found.outcome.boundary, found.attempt) == ("error", "fork", 0)
+    assert "there is no snapshot" in str(found.outcome.reason)
+
+
+# ── what is refused when it is submitted ──────────────────────────────────────
+
+
+async def refused(folder: Path, spec: TaskSpec, parent: Trajectory, *, image: str | None = None) -> Refused:
+    async with life(folder, Keeper()) as (_, scheduler, runtimes):
+        if image is not None:
+            runtimes.images[spec.runtime.image] = image
+        harness = scheduler._admitted(spec).harness
+        assert spec.fork is not None
+        with pytest.raises(Refused) as found:
+            await find_snapshot(scheduler.services, spec, spec.fork, harness)
+    return found.value
+
+
+async def test_a_fork_that_no_session_could_begin_is_refused(tmp_path: Path) -> None:
+    parent = await parent_in(tmp_path)
+    spec = fork_of(parent)
+    shell = evolve(spec, harness=HarnessSpec(name="shell", command=("keeper",)))
+    error = await refused(tmp_path, shell, parent)
+    assert (error.path, "use one of claude_code, codex, pi" in str(error)) == ("$.fork.by", True)
+    error = await refused(tmp_path, fork_of(parent, 1), parent)
+    assert (error.path, "there are some at 0, 2" in str(error)) == ("$.fork.turn", True)
