@@ -387,6 +387,9 @@ async def test_what_its_calls_are_held_for_the_engine_s_cache_costs_it_no_time(t
             filling += 1
         async with engines.generate(long_order(1_900, "other0")) as chunks:
             assert [chunk async for chunk in chunks]
+        machine = engines._hosts[0].residents.machine
+        assert machine is not None
+        assert machine._allowance.spend(int(machine._allowance.tokens)), "else so small a prompt goes at once"
         opened = await desk.open(budgets={"run_s": 600}, sampling={"max_tokens": 4})
         (host,) = engines.statistics().hosts
         assert host.residency is not None
