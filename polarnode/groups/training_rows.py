@@ -255,12 +255,14 @@ def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, di
 
 
 def turn_rewards(session: Trajectory) -> dict[int, float]:
-    """The turns that have a reward of their own in a trace, each once, however many rows it is in."""
+    """The turns that have a reward of their own in a trace, each once, however many rows it is in. Those that
+    a fork inherited count in its parent.
+    """
     return {
         span.turn: span.reward
         for trace in session.traces
         for span in trace.turn_spans
-        if span.reward is not None
+        if span.reward is not None and span.turn >= session.inherited
     }
 
 

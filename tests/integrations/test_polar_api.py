@@ -20,6 +20,7 @@ from polar_client import PolarClient, Refused
 from polarnode.api.app import control_plane
 from polarnode.api.metrics import Figures
 from polarnode.api.routes import Routes
+from polarnode.api.timeseries import History
 from polarnode.core.conversation import Message
 from polarnode.core.errors import Busy, DiskFull
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, OpenedCapture
@@ -206,7 +207,8 @@ async def open_parts(
         )
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             url = f"http://127.0.0.1:{address.port}"
-            plane = Plane(url=url, journal=journal, service=service)
+            history = History(figures=service.figures, now=lambda: 1000.0)
+            plane = Plane(url=url, journal=journal, service=service, history=history)
             yield Parts(
                 plane=plane,
                 client=PolarClient(url=url, headers=headers or {}),
