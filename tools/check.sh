@@ -20,7 +20,7 @@ step tests
 coverage=$(mktemp -d)
 trap 'rm -rf "$coverage"' EXIT
 tests() { # FILE PYTEST_ARGUMENT…
-  $bin/python -m slipcover --source polarnode --json --out "$coverage/$1" -m pytest "${@:2}"
+  $bin/python -m slipcover --immediate --source polarnode --json --out "$coverage/$1" -m pytest "${@:2}"
 }
 if [ $# -gt 0 ]; then
   tests all.json "$@"
