@@ -1,5 +1,5 @@
 # `make demo` runs 16 sessions on the embedded model, `make test` runs all checks. Each installs what it needs.
-.PHONY: chaos fleet-chaos demo gpu gpu-lock test setup check gpu-test fuzz harness-matrix fork-matrix distill meaning resolution learn learn-lora learn-ablations learn-trl wheel-check docs clean
+.PHONY: chaos fleet-chaos demo gpu gpu-lock test setup check gpu-test fuzz harness-matrix fork-matrix distill meaning resolution learn learn-lora learn-ablations learn-tree learn-trl wheel-check docs clean
 
 PY := .venv/bin/python
 
@@ -71,6 +71,10 @@ learn-lora: setup
 
 learn-ablations: setup
 	$(PY) -m examples.grpo.ablations --out out/grpo-ablations
+
+# Forks against flat groups, on one budget of sampled tokens: docs/learning.md#trees.
+learn-tree: setup
+	$(PY) -m examples.grpo.trees --out out/grpo-trees
 
 # TRL is in an environment of its own, on top of the node's.
 learn-trl: setup

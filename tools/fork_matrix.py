@@ -14,7 +14,8 @@ from typing import Any
 
 from page import ROOT, part, write_part
 
-TEST = "tests/live/test_forks_live.py"
+# the second, forks of a whole node's sessions, records no rows
+TESTS = ("tests/live/test_forks_live.py", "tests/live/test_forks_resumed.py")
 PAGE = ROOT / "docs" / "forks.md"
 PART = "matrix"
 HEAD = (
@@ -31,7 +32,7 @@ def main() -> int:
             "POLARNODE_FORKS": ",".join(sys.argv[1:]) or "all",
             "POLARNODE_MATRIX_OUT": str(out),
         }
-        program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", TEST]
+        program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *TESTS]
         code = subprocess.run(program, cwd=ROOT, env=environment, check=False).returncode
         seen = {row["case"]: line(row) for row in map(json.loads, out.read_text().splitlines())}
     kept = {

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -31,6 +31,7 @@ from examples.grpo.learner import Learner, Recipe
 from examples.grpo.own_node import own_node
 from examples.grpo.train import Plan, Run
 from polarnode.client import PolarnodeClient
+from polarnode.groups.fork_policy import ForkRule
 
 TEACHER = "big"  # the node's name of it
 PACKAGED = Path(__file__).parents[2] / "polarnode" / "models" / "tiny"
@@ -162,9 +163,9 @@ def recipe_of(given: argparse.Namespace) -> Recipe:
 
 
 def parsed(
-    arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None
+    arguments: Sequence[str] | None, parser: argparse.ArgumentParser | None = None, **defaults: object
 ) -> argparse.Namespace:
-    """The options of a run; a command with more of them hands its own parser in."""
+    """The options of a run; a command with more of them, or other defaults, hands its own in."""
     parser = parser or argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -187,6 +188,11 @@ def parsed(
         "--overlap", action="store_true", help="roll the next step out while this one is trained on"
     )
     parser.add_argument(
+        "--per-session", type=int, default=0, help="forks of each session; --samples counts both"
+    )
+    parser.add_argument("--fork-at", default=plan.fork_at, choices=get_args(ForkRule))
+    parser.add_argument("--tokens", type=int, help="begin no step after so many trained tokens")
+    parser.add_argument(
         "--retokenise", action="store_true", help="train on rows re-tokenized from their text"
     )
     for name in ("steps", "prompts", "samples", "seed", "evaluate"):
@@ -195,9 +201,12 @@ def parsed(
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(recipe, name))
     parser.add_argument("--inner", type=int, default=recipe.inner)
     parser.add_argument("--lora", type=int, default=recipe.lora, help="rank of an adapter to train instead")
+    parser.set_defaults(**defaults)
     given = parser.parse_args(arguments)
     if not 1 <= given.nodes <= 64:  # what a fleet is made for
         parser.error(f"--nodes must be 1 to 64, not {given.nodes}")
+    if given.per_session and (given.overlap or given.retokenise or given.teacher):
+        parser.error("--per-session goes without --overlap, --retokenise and --teacher")
     if given.nodes > 1 and given.url is not None:
         parser.error("--nodes starts a fleet of its own: leave it out with --url")
     return given

@@ -11,8 +11,9 @@ runs.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from examples.grpo.__main__ import parsed, plan_of, recipe_of, run
 from examples.grpo.curve import smooth, svg
 
-ARMS: dict[str, dict[str, Any]] = {
+Arms = Mapping[str, Mapping[str, Any]]  # what an arm changes of the plan
+ARMS: Arms = {
     "faithful": {},
     "per_request": {"builder": "per_request"},
     "retokenised": {"retokenise": True},
@@ -47,26 +49,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arms", default=",".join(ARMS))
+    return compare(ARMS, arguments, parser, over="sessions", out=Path("out/grpo-ablations"))
+
+
+def compare(
+    arms: Arms,
+    arguments: Sequence[str] | None,
+    parser: argparse.ArgumentParser,
+    *,
+    over: str,
+    **defaults: object,
+) -> int:
+    """Run all arms; their table, and their curves over `over`, a number in the log of a step. `defaults` of
+    options.
+    """
+    parser.add_argument("--arms", default=",".join(arms))
     parser.add_argument("--seeds", default="0")
-    parser.set_defaults(out=Path("out/grpo-ablations"))
-    given = parsed(arguments, parser)
+    given = parsed(arguments, parser, **defaults)
     torch.set_num_threads(1)
     reports = {}
     for seed in map(int, given.seeds.split(",")):
         for arm in given.arms.split(","):
-            reports[arm, seed] = one(given, arm, seed)
+            reports[arm, seed] = one(given, arm, seed, arms[arm])
     (given.out / "table.md").write_text(table(reports))
-    (given.out / "curves.svg").write_text(curves(given.out, list(reports)))
+    (given.out / "curves.svg").write_text(curves(given.out, list(reports), over))
     print(table(reports))
     return 0
 
 
-def one(given: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
+def one(given: argparse.Namespace, arm: str, seed: int, changes: Mapping[str, Any]) -> dict[str, Any]:
     """An arm's report, run now unless it was."""
     folder = given.out / f"{arm}-{seed}"
     if not (folder / "report.json").exists():
-        plan = replace(plan_of(given), seed=seed, **ARMS[arm])
+        plan = replace(plan_of(given), seed=seed, **changes)
         run(argparse.Namespace(**{**vars(given), "out": folder}), plan, recipe_of(given))
     return dict(json.loads((folder / "report.json").read_text()))
 
@@ -95,8 +110,8 @@ def table(reports: dict[tuple[str, int], dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def curves(out: Path, arms: Sequence[tuple[str, int]]) -> str:
-    """All arms in one picture, over sessions: what they cost in time depends on the machine."""
+def curves(out: Path, arms: Sequence[tuple[str, int]], over: str = "sessions") -> str:
+    """All arms in one picture, over sessions or tokens: what they cost in time depends on the machine."""
     found = {}
     for arm, seed in arms:
         steps = [
@@ -104,11 +119,11 @@ def curves(out: Path, arms: Sequence[tuple[str, int]]) -> str:
             for line in map(json.loads, (out / f"{arm}-{seed}" / "log.jsonl").read_text().splitlines())
             if line["kind"] == "step"
         ]
-        sessions = [sum(line["sessions"] for line in steps[: at + 1]) for at in range(len(steps))]
+        spent = list(accumulate(line[over] for line in steps))
         found[f"{arm}, seed {seed}"] = list(
-            zip(sessions, smooth([line["reward"] for line in steps], 3), strict=True)
+            zip(spent, smooth([line["reward"] for line in steps], 3), strict=True)
         )
-    return svg(found, title="Reward of training sessions, mean of 3 steps", x="sessions", goal=0.8)
+    return svg(found, title="Reward of training sessions, mean of 3 steps", x=over, goal=0.8)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,11 @@ from examples.grpo.retold import retold
 from examples.grpo.rows import Row
 from examples.tiny_policy.tasks import Task
 from polarnode.client import PolarnodeClient
-from polarnode.groups import Estimator, Group, rows_of
+from polarnode.client.trees import sample_trees
+from polarnode.core.codec import read_task
+from polarnode.core.task import TaskSpec
+from polarnode.groups import Estimator, ForkPolicy, Group, forests_of, rows_of, tree_rows_of
+from polarnode.groups.fork_policy import ForkRule
 
 # nats: on weights that sampled a token the trainer's own logprob is the recorded one, or something is wrong
 TRUTH = 1e-3
@@ -29,7 +33,8 @@ ADAPTER = "grpo"  # the name by which tasks ask for the adapter that is trained
 class Plan:
     """What is trained on. `overlap`: the next step's sessions run while this one is trained on, so they are
     one version behind. `teacher`: the node's name of a model whose logprobs are learned from, instead of
-    rewards.
+    rewards. `per_session`: forks of each session, before the turns that `fork_at` chooses, so that `samples`
+    are sessions and forks together. `tokens`: trained tokens after which no further step begins.
     """
 
     harness: str = "pi"
@@ -44,6 +49,9 @@ class Plan:
     retokenise: bool = False
     overlap: bool = False
     teacher: str = ""
+    per_session: int = 0
+    fork_at: ForkRule = "entropy"
+    tokens: int | None = None
     stop_at: float | None = None  # a mean reward over the last `window` steps that is enough
     window: int = 3
 
@@ -62,6 +70,8 @@ class Run:
     curve: list[float] = field(default_factory=list)
     _waiting: dict[str, Group] = field(default_factory=dict)
     _stream: Iterator[Group] | None = None
+    _trees: dict[str, TaskSpec] = field(default_factory=dict)  # tasks that are sampled as trees
+    _trained: int = 0  # tokens
     _served: str | None = None  # the adapter that tasks name, once the node has it
 
     def begin(self) -> None:
@@ -90,7 +100,7 @@ class Run:
     def step(self, step: int, names: Sequence[str]) -> dict[str, Any]:
         """Wait for a step's groups, learn from them, and let the node serve what was learned."""
         asked = time.monotonic()
-        groups = self.collect(names)
+        groups = self.grown(names) if self.plan.per_session else self.collect(names)
         came = time.monotonic()
         rows = self.rows(groups)
         done = self.learner.learn(rows)
@@ -112,9 +122,12 @@ class Run:
             "version": f"{self.mark}{step + 1}",
         }
         self.curve.append(line["reward"])
+        self._trained += done.tokens
         return self.log("step", line)
 
     def enough(self) -> bool:
+        if self.plan.tokens is not None and self._trained >= self.plan.tokens:
+            return True
         last = self.curve[-self.plan.window :]
         return (
             self.plan.stop_at is not None
@@ -163,8 +176,17 @@ class Run:
             spec = self.asked(
                 task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder
             )
-            self.client.submit({**spec, "carry": {"teacher": plan.teacher}} if plan.teacher else spec)
+            if plan.per_session:
+                self._trees[name] = read_task(spec)
+            else:
+                self.client.submit({**spec, "carry": {"teacher": plan.teacher}} if plan.teacher else spec)
         return names
+
+    def grown(self, names: Sequence[str]) -> list[Group]:
+        """The groups of these tasks' sessions and of the forks of those, once all are over."""
+        specs = [self._trees.pop(name) for name in names]
+        policy = ForkPolicy(at=self.plan.fork_at, per_session=self.plan.per_session)
+        return [group for forest in sample_trees(self.client, specs, policy) for group in forest]
 
     def collect(self, names: Sequence[str]) -> list[Group]:
         """The groups of these tasks, in this order, as soon as all are over. Others that come meanwhile are
@@ -185,6 +207,13 @@ class Run:
         """
         sessions = {each.session_id: each for group in groups for each in group.usable}
         found = []
+        if self.plan.per_session:
+            # a fork's parent trains what it inherited: a token has one advantage, and is in one row
+            for row in tree_rows_of(forests_of(groups), estimator=self.plan.estimator):
+                trace = row.trace
+                own = (trace.token_ids, trace.loss_mask, trace.logprobs)
+                found.append(Row(*own, row.advantages, row.weight))
+            return found
         for row in rows_of(groups, estimator=self.plan.estimator):
             trace = row.trace
             if self.plan.teacher:

@@ -14,11 +14,14 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from attrs import evolve
+from trainers_kit import make_turn, publish
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.codec import dump_json
 from polarnode.core.conversation import Answer, Message, TextPart, ToolCall
-from polarnode.core.trajectory import NewMessages, Outcome, Trajectory, Turn, VersionSpan
+from polarnode.core.trajectory import ForkedFrom, NewMessages, Outcome, Trajectory, Turn, VersionSpan
+from polarnode.groups import Group, Member
 from polarnode.merge.builders import per_request, prefix_merging
 from polarnode.node.config import TINY_MODEL
 
@@ -27,7 +30,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch and transformers warn of themselves
     sys.path.insert(0, str(ROOT))
     from examples.grpo import __main__ as command
-    from examples.grpo import ablations, tasks, train
+    from examples.grpo import ablations, tasks, train, trees
     from examples.grpo.curve import at, smooth, svg
     from examples.grpo.decoder import Decoder
     from examples.grpo.learner import Learner, Recipe, objective
@@ -410,3 +413,72 @@ def test_a_fleet_that_can_not_be_is_refused(
     with pytest.raises(SystemExit):
         command.parsed(given)
     assert word in capsys.readouterr().err
+
+
+# ── trees ─────────────────────────────────────────────────────────────────────
+
+
+def group_of(name: str, *sessions: Trajectory) -> Group:
+    members = tuple(
+        Member(
+            session_id=each.session_id, sample_index=0, status="completed", reward=each.reward, usable=True
+        )
+        for each in sessions
+    )
+    return Group(task_id=name, group_id=name, state="complete", members=members, trajectories=sessions)
+
+
+def a_tree() -> list[Group]:
+    """Two sessions, of which the first failed, and a fork of that one before its last turn, which did not."""
+
+    def session(name: str, last: int, reward: float, **more: Any) -> Trajectory:
+        first = make_turn(0, None, [1, 2], [3, 4])
+        return evolve(
+            publish([first, make_turn(1, first, [5], [last, 7])], reward=reward, **more), session_id=name
+        )
+
+    fork = ForkedFrom(session_id="one", turn=1, got=1, by="replay")
+    roots = session("one", 6, 0.0), session("two", 6, 1.0)
+    return [group_of("roots", *roots), group_of("forks", session("three", 8, 1.0, forked_from=fork))]
+
+
+def test_every_token_of_a_tree_is_trained_once_with_its_own_advantage(tmp_path: Path) -> None:
+    plan = train.Plan(per_session=1, estimator="leave_one_out")
+    run = train.Run(None, None, plan, tmp_path)  # type: ignore[arg-type]
+    one, two, three = run.rows(a_tree())
+    assert [list(row.mask) for row in (one, two, three)] == [
+        [0, 0, 1, 1, 0, 1, 1],
+        [0, 0, 1, 1, 0, 1, 1],
+        [0, 0, 0, 0, 0, 1, 1],  # its parent trains what it inherited
+    ]
+    failed, forked = list(one.advantage), list(three.advantage)  # type: ignore[arg-type]
+    assert failed[5] == -1.0  # against the fork: the same state, and the other end
+    assert forked[5] == 1.0
+    assert failed[2] == failed[3]  # the mean of all that came of the first turn, against the other session
+    assert -1.0 < failed[2] < 0.0
+    assert all(row.teaches for row in (one, two, three))
+
+
+def test_a_run_ends_at_its_budget_of_tokens(tmp_path: Path) -> None:
+    run = train.Run(None, None, train.Plan(tokens=100), tmp_path)  # type: ignore[arg-type]
+    assert not run.enough()
+    run._trained = 100
+    assert run.enough()
+
+
+def test_flat_groups_and_trees_are_given_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def remember(given: Any, arm: str, seed: int, changes: Any) -> Any:
+        asked[arm] = replace(command.plan_of(given), seed=seed, **changes)
+        raise SystemExit
+
+    monkeypatch.setattr(ablations, "one", remember)
+    for arm in trees.ARMS:
+        with pytest.raises(SystemExit):
+            trees.main(["--arms", arm, "--tokens", "900"])
+    flat, tree = asked["flat"], asked["tree"]
+    assert (flat.samples, flat.per_session, flat.tokens) == (4, 0, 900)
+    assert (tree.samples, tree.per_session, tree.tokens) == (6, 2, 900)
+    with pytest.raises(SystemExit):
+        command.parsed(["--per-session", "2", "--overlap"])

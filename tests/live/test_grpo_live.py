@@ -165,6 +165,39 @@ def test_two_steps_and_the_second_is_sampled_by_what_the_first_learned(
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["2"]
 
 
+def test_a_step_on_sessions_and_their_forks_trains_every_sampled_token_once(
+    client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(ROOT)
+    from examples.grpo.__main__ import PACKAGED
+    from examples.grpo.learner import Learner, Recipe
+    from examples.grpo.train import Plan, Run
+
+    plan = Plan(harness="shell", steps=1, prompts=1, samples=4, per_session=1, fork_at="even", evaluate=0)
+    run = Run(client, Learner(PACKAGED, Recipe(inner=1)), plan, tmp_path, spec=spec, mark="tree-")
+    run.begin()
+    [line] = run.train()
+    assert (line["sessions"], line["unusable"]) == (4, 0)
+    assert line["worst"] < 1e-3
+    told = [each for each in client.export(arrays="json") if each["task_id"].startswith("tree-")]
+    forks = [each["forked_from"] for each in told if each["forked_from"] is not None]
+    assert sorted(fork["session_id"] for fork in forks) == sorted(
+        each["session_id"] for each in told if each["forked_from"] is None
+    )
+    assert {(fork["turn"], fork["got"], fork["differs"]) for fork in forks} == {(1, 1, None)}
+    # two turns of each session, and the second one of each fork
+    assert sum(len(trace["turn_spans"]) for each in told for trace in each["traces"]) == 2 * 2 + 2 * 2
+    assert line["tokens"] == sum(sum(trace["loss_mask"]) for each in told for trace in each["traces"])
+    assert line["tokens"] == sum(
+        span["end"] - span["start"]
+        for each in told
+        for trace in each["traces"]
+        for span in trace["turn_spans"]
+        if each["forked_from"] is None or span["turn"] >= each["forked_from"]["got"]
+    )
+
+
 def test_another_run_on_the_same_node_begins_with_its_own_weights(
     client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
