@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from page import ROOT, part, write_part
+from page import ROOT, write_table
 
 # the second, forks of a whole node's sessions, records no rows
 TESTS = ("tests/live/test_forks_live.py", "tests/live/test_forks_resumed.py")
@@ -35,13 +35,7 @@ def main() -> int:
         program = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *TESTS]
         code = subprocess.run(program, cwd=ROOT, env=environment, check=False).returncode
         seen = {row["case"]: line(row) for row in map(json.loads, out.read_text().splitlines())}
-    kept = {
-        each.split("|")[1].strip(): each
-        for each in part(PAGE, PART).splitlines(keepends=True)
-        if each.startswith("| ") and each not in HEAD
-    }
-    lines = kept | seen
-    write_part(PAGE, PART, HEAD + "".join(lines[case] for case in sorted(lines)))
+    write_table(PAGE, PART, HEAD, seen)
     return code
 
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from page import ROOT, part, write_part
+from page import ROOT, write_table
 
 TESTS = ("tests/live/test_harness_matrix.py", "tests/live/test_subagents_live.py")
 PAGE = ROOT / "docs" / "harnesses.md"
@@ -32,8 +32,7 @@ def main() -> int:
             row["case"]: line(row)
             for row in map(json.loads, out.read_text().splitlines() if out.exists() else ())
         }
-    lines = kept() | seen
-    write_part(PAGE, PART, HEAD + "".join(lines[case] for case in sorted(lines)))
+    write_table(PAGE, PART, HEAD, seen)
     return code
 
 
@@ -41,12 +40,6 @@ def tested(cases: str, out: Path) -> int:
     environment = {**os.environ, "POLARNODE_MATRIX": cases, "POLARNODE_MATRIX_OUT": str(out)}
     program = [sys.executable, "-m", "pytest", "-m", "harness", "-p", "no:cacheprovider", *TESTS]
     return subprocess.run(program, cwd=ROOT, env=environment, check=False).returncode
-
-
-def kept() -> dict[str, str]:
-    """The lines of the runs before, by case."""
-    lines = part(PAGE, PART).splitlines(keepends=True)
-    return {each.split("|")[1].strip(): each for each in lines if each.startswith("| ") and each not in HEAD}
 
 
 def line(row: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Replace the part of a page between two marker comments, and leave the rest unchanged."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -24,3 +25,13 @@ def write_part(page: Path, name: str, text: str) -> None:
     if not found or not ended:
         raise SystemExit(f"{page.relative_to(ROOT)} has no {begin} and {end} to write between")
     page.write_text(f"{before}{begin}\n{text}{end}{after}")
+
+
+def write_table(page: Path, name: str, head: str, lines: Mapping[str, str]) -> None:
+    """Put a table between the marks: `head`, and its lines by their first cell, in order. Lines that are there
+    already and not given anew stay.
+    """
+    there = part(page, name).splitlines(keepends=True)
+    kept = {each.split("|")[1].strip(): each for each in there if each.startswith("| ") and each not in head}
+    whole = kept | dict(lines)
+    write_part(page, name, head + "".join(whole[case] for case in sorted(whole)))

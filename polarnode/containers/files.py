@@ -25,7 +25,7 @@ from attrs import define, field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
-from polarnode.support.bounded import private_opener
+from polarnode.support.bounded import written_whole
 
 # ── files ─────────────────────────────────────────────────────────────────────
 
@@ -451,18 +451,14 @@ def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Pa
     a thread, and stops when its caller is cancelled.
     """
     to.parent.mkdir(parents=True, exist_ok=True)
-    half = to.with_name(f"{to.name}.half")
     try:
-        with open(half, "wb", opener=private_opener) as sink:
+        with written_whole(to) as sink:
             archive = _Archive(TarWriter(sink, files.shift))
             for path in paths:
                 archive.add(files.root, path, workdir)
             archive.writer.finish()
-        half.replace(to)
     except OSError as error:
         raise RuntimeFault(f"the session's artifacts could not be kept: {error}") from error
-    finally:
-        half.unlink(missing_ok=True)
     return Collected(path=to, files=archive.files, bytes=archive.size, left_out=archive.left_out())
 
 

@@ -41,7 +41,7 @@ from polarnode.containers.files import (
     walk,
 )
 from polarnode.core.errors import Refused, RuntimeFault
-from polarnode.support.bounded import private_opener
+from polarnode.support.bounded import written_whole
 
 TIMES = "polarnode-times"  # the last member; the others begin with a writable place, which is a folder
 MOUNTED = REASONS[errno.EXDEV]
@@ -98,18 +98,14 @@ def archive(files: ContainerFiles, *, places: Sequence[str], to: Path, limit: in
     incomplete one is never left. Raises Refused where the content is larger than `limit` bytes, RuntimeFault
     where the tar cannot be written. Runs in a thread, and stops when its caller is cancelled.
     """
-    half = to.with_name(f"{to.name}.half")
     try:
-        with open(half, "wb", opener=private_opener) as sink:
+        with written_whole(to) as sink:
             made = _Snapshot(writer=TarWriter(sink, files.shift), limit=limit)
             for place in places:
                 made.add(files.root, place)
             made.finish()
-        half.replace(to)
     except OSError as error:
         raise RuntimeFault(f"the snapshot {to.name} could not be written: {reason_of(error)}") from error
-    finally:
-        half.unlink(missing_ok=True)
     return SnapshotFiles(
         places=tuple(places),
         files=made.files,

@@ -13,7 +13,7 @@ from attrs import asdict
 from polarnode.core.codec.json import dump_json, read_json, structure
 from polarnode.core.errors import Refused
 from polarnode.engine.residency import Learned
-from polarnode.support.bounded import private_opener
+from polarnode.support.bounded import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,9 @@ def read_learned(path: Path) -> Learned | None:
 
 def write_learned(path: Path, learned: Learned) -> None:
     """Replace the file. A disk that refuses costs a warning."""
-    part = path.with_suffix(".part")
     try:
-        with open(part, "wb", opener=private_opener) as file:
+        with written_whole(path) as file:
             file.write(dump_json(asdict(learned)))
-        part.rename(path)
     except OSError as error:
         logger.warning(
             "the learned sizes of sessions cannot be kept in %s (%s): make room or fix its rights; until then"

@@ -44,7 +44,7 @@ from polarnode.gateway.live_sessions import LiveSession
 from polarnode.merge.attach import RESUMED, Plan
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session_containers import Containers
-from polarnode.support.bounded import private_opener
+from polarnode.support.bounded import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +122,8 @@ def _listed(folder: Path, session_id: str) -> Iterator[SnapshotStatus]:
 
 
 def _write(snapshot: Snapshot, to: Path) -> None:
-    half = to.with_name(f"{to.name}.half")
-    try:
-        with open(half, "wb", opener=private_opener) as file:
-            file.write(dump_json(plain(snapshot)))
-        half.replace(to)
-    finally:
-        half.unlink(missing_ok=True)
+    with written_whole(to) as file:
+        file.write(dump_json(plain(snapshot)))
 
 
 def remove(archive: Path) -> None:

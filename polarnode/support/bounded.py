@@ -36,6 +36,20 @@ def private_opener(path: str, flags: int) -> int:
     return os.open(path, flags, FILE_MODE)
 
 
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A private file to write, in place of `path` once the block is left; where an error leaves it, `path` is
+    as it was. Nothing is synced. Raises OSError.
+    """
+    half = path.with_name(f"{path.name}.half")
+    try:
+        with open(half, "wb", opener=private_opener) as file:
+            yield file
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
 def private_folder(folder: Path) -> None:
     """Make a folder that its user alone reads. A state folder of an earlier release is tightened, with the
     files in it; a folder that holds anything else, or is another user's, is left as it is, with a warning.

@@ -5,6 +5,7 @@ harnesses are functions.
 closed, all gates empty, nothing wanted warm, one trajectory a session, and each of them within the laws.
 """
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -26,11 +27,20 @@ from polarnode.core.trajectory import Built, Trajectory, Turn, Verdict
 from polarnode.evaluators.contract import Evaluator, Finished
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.harnesses.harness import Harness
+from polarnode.journal.journal import Journal, open_journal
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import Identity
+from polarnode.rollouts.admission import admitted
 from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.scheduler import Scheduler
-from polarnode.rollouts.services import NodeIdentity, NodeServices, SessionPlaces, Stages, UnboundedPlaces
+from polarnode.rollouts.services import (
+    NodeIdentity,
+    NodeServices,
+    SessionOrder,
+    SessionPlaces,
+    Stages,
+    UnboundedPlaces,
+)
 from polarnode.rollouts.session import Session
 from polarnode.support.concurrency import PrioritySemaphore
 
@@ -242,6 +252,26 @@ async def _door(doors: "Counter[str]", session_id: str, door: socket) -> AsyncIt
         doors[session_id] -= 1
 
 
+@asynccontextmanager
+async def life(path: Path, programs: Mapping[str, Program]) -> AsyncIterator[tuple[Journal, Scheduler, Town]]:
+    """A life of a node over containers in memory and the journal at `path`. Leaving it waits for the
+    sessions.
+    """
+    async with open_journal(path, now=time.time) as journal, town(path.parent, programs) as place:
+        services = evolve(
+            place.scheduler.services,
+            identity=NodeIdentity(node="n1", model="tiny"),
+            journal=journal,
+            fork_parent=journal.fork_parent,
+        )
+        scheduler = Scheduler(
+            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
+        )
+        yield journal, scheduler, place
+        await scheduler.registry.stop(cancel=False)
+        await journal.flushed()
+
+
 async def _ensure_image(name: str) -> None:
     await trio.lowlevel.checkpoint()
 
@@ -267,6 +297,16 @@ def task(
         budgets=Budgets(**({"retries": 0} | dict(budgets or {}))),
         **({"evaluator": evaluator} if evaluator else {}),
     )
+
+
+def order(spec: TaskSpec | None = None, session_id: str = "s") -> SessionOrder:
+    """The order of a session of a task."""
+    spec = spec or task()
+    found = admitted(spec, model="tiny", context_length=4096, allowed_imports=ALLOWED)
+    who = Identity(
+        session_id=session_id, task_id="t", group_id="g", sample_index=0, harness="shell", harness_version=None, model="tiny", node="n0"
+    )  # fmt: skip
+    return SessionOrder(identity=who, spec=spec, harness=found.harness, evaluator=found.evaluator)
 
 
 # ── harnesses ─────────────────────────────────────────────────────────────────

@@ -10,29 +10,10 @@ from attrs import evolve
 
 from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.trajectory import Outcome
-from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.admission import admitted
 from polarnode.rollouts.evaluation import Ending, run_outcome
-from polarnode.rollouts.services import SessionOrder
 
 DIED = RuntimeFault("the container has ended")
 FULL = "the machine's disk is nearly full and this session wrote the most, 9 MB"
-
-
-def order() -> SessionOrder:
-    spec = kit.task()
-    found = admitted(spec, model="tiny", context_length=4096, allowed_imports=kit.ALLOWED)
-    who = Identity(
-        session_id="s",
-        task_id="t",
-        group_id="g",
-        sample_index=0,
-        harness="shell",
-        harness_version=None,
-        model="tiny",
-        node="n0",
-    )
-    return SessionOrder(identity=who, spec=spec, harness=found.harness, evaluator=found.evaluator)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +34,11 @@ def order() -> SessionOrder:
     ],
 )
 def test_the_first_cause_counts(ending: dict[str, Any], outcome: Outcome) -> None:
-    found = run_outcome(order(), Ending(**ending))
+    found = run_outcome(kit.order(), Ending(**ending))
     assert evolve(found, reason=None) == outcome
 
 
 @pytest.mark.parametrize("ended", [137, DIED])
 def test_what_the_kernel_ended_for_memory_is_said(ended: "int | PolarnodeError") -> None:
-    found = run_outcome(order(), Ending(ended=ended, oom_kills=2))
+    found = run_outcome(kit.order(), Ending(ended=ended, oom_kills=2))
     assert "the kernel ended 2 of its programs" in str(found.reason)

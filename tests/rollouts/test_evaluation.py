@@ -15,10 +15,8 @@ from polarnode.core.errors import RuntimeFault
 from polarnode.core.ports import Ended, TimedProgram
 from polarnode.core.task import EvaluatorSpec, FileSpec, PrepareStep, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Verdict
-from polarnode.merge.trajectory import Identity, Result
-from polarnode.rollouts.admission import admitted
+from polarnode.merge.trajectory import Result
 from polarnode.rollouts.evaluation import NodeClock, evaluated
-from polarnode.rollouts.services import SessionOrder
 from polarnode.rollouts.session_containers import Containers
 from polarnode.support.concurrency import PrioritySemaphore
 
@@ -28,9 +26,10 @@ async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp
     runtime: Any = MemoryRuntime()
     failed = Outcome(status="failed", exit_code=3, log_tail="last words")
     async with town(tmp_path) as place:
+        orders = [kit.order(kit.task(evaluator=name)) for name in ("COUNTS", "RAISES")]
         results = [
-            await evaluated(Containers(order(name), place.scheduler.services), runtime, failed, ())
-            for name in ("COUNTS", "RAISES")
+            await evaluated(Containers(each, place.scheduler.services), runtime, failed, ())
+            for each in orders
         ]
         assert place.runtimes.opened == [], "no fresh runtime was asked for"
     assert results[0] == Result(outcome=failed, verdict=Verdict(reward=0.0, metrics={"seen": "failed"}))
@@ -43,15 +42,6 @@ async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp
         metrics={"run_outcome": {**unset, "status": "failed", "exit_code": 3}},
     )
     await runtime.close()
-
-
-def order(evaluator: str) -> SessionOrder:
-    spec = kit.task(evaluator=evaluator)
-    found = admitted(spec, model="tiny", context_length=4096, allowed_imports=kit.ALLOWED)
-    who = Identity(
-        session_id="s", task_id="t", group_id="g", sample_index=0, harness="shell", harness_version=None, model="tiny", node="n0"
-    )  # fmt: skip
-    return SessionOrder(identity=who, spec=spec, harness=found.harness, evaluator=found.evaluator)
 
 
 @pytest.mark.parametrize("evaluator", ["HANGS", "HANGS_AND_FALLS"])

@@ -3,8 +3,6 @@ may go on from, and what a node that was killed keeps of them.
 """
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +11,28 @@ import trio
 from attrs import evolve
 from fakes_runtime import Program
 from journal_samples import make_identity
-from session_kit import agent, task, town
+from session_kit import agent, life, task
 
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Built, Damaged, ForkedFrom, Outcome, Trajectory
 from polarnode.journal.forks import ForkParent
-from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.journal import open_journal
 from polarnode.merge.attach import References
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import asked_fork
 from polarnode.rollouts.forks import begin_resumed, check_fork
-from polarnode.rollouts.lifecycle import SessionRegistry, successor
-from polarnode.rollouts.scheduler import Scheduler, recover
-from polarnode.rollouts.services import NodeIdentity
+from polarnode.rollouts.lifecycle import successor
+from polarnode.rollouts.scheduler import recover
 
 
-@asynccontextmanager
-async def life(path: Path, program: Program | None = None) -> AsyncIterator[tuple[Journal, Scheduler]]:
-    """A life of a node over containers in memory. Leaving it waits for the sessions."""
-    async with (
-        open_journal(path, now=time.time) as journal,
-        town(path.parent, {"agent": program or agent(turns=4, each=0.01)}) as place,
-    ):
-        services = evolve(
-            place.scheduler.services,
-            identity=NodeIdentity(node="n1", model="tiny"),
-            journal=journal,
-            fork_parent=journal.fork_parent,
-        )
-        scheduler = Scheduler(
-            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
-        )
-        yield journal, scheduler
-        await scheduler.registry.stop(cancel=False)
-        await journal.flushed()
+def programs(program: Program | None = None) -> dict[str, Program]:
+    return {"agent": program or agent(turns=4, each=0.01)}
 
 
 async def parent_in(path: Path) -> Trajectory:
     """A session of four turns, of an earlier life."""
-    async with life(path) as (_, scheduler):
+    async with life(path, programs()) as (_, scheduler, _):
         _, (name,) = scheduler.submit(task())
     async with open_journal(path, now=time.time) as journal:
         found = await journal.trajectory(name)
@@ -66,7 +46,7 @@ def fork_of(parent: str, turn: int, **more: Any) -> TaskSpec:
 
 
 async def forked(path: Path, spec: TaskSpec, program: Program | None = None) -> tuple[Trajectory, ...]:
-    async with life(path, program) as (journal, scheduler):
+    async with life(path, programs(program)) as (journal, scheduler, _):
         _, names = scheduler.submit(spec)
     async with open_journal(path, now=time.time) as journal:
         found = [await journal.trajectory(name) for name in names]
@@ -132,13 +112,13 @@ async def test_a_node_that_is_killed_keeps_a_partial_fork_and_forks_again(tmp_pa
     parent = await parent_in(path)
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
     with pytest.RaisesGroup(KeyError, flatten_subgroups=True):
-        async with life(path, agent(turns=3, each=0.01, endless=True)) as (journal, scheduler):
+        async with life(path, programs(agent(turns=3, each=0.01, endless=True))) as (journal, scheduler, _):
             _, (name,) = scheduler.submit(spec)
             with trio.fail_after(30):
                 while len(await journal.turns(name)) < 3:  # noqa: ASYNC110 - it has no event
                     await trio.sleep(0.02)
             raise KeyError("as if it were killed")
-    async with life(path) as (journal, scheduler):
+    async with life(path, programs()) as (journal, scheduler, _):
         await recover(journal, scheduler, lambda _: None)
     async with open_journal(path, now=time.time) as journal:
         lost = await journal.trajectory(name)
@@ -167,7 +147,7 @@ async def test_another_attempt_of_a_fork_may_inherit_all_again(tmp_path: Path) -
     parent = await parent_in(path)
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
     broken = agent(turns=1, each=0.01, ends=RuntimeFault("the container died"))
-    async with life(path, broken) as (_, scheduler):
+    async with life(path, programs(broken)) as (_, scheduler, _):
         _, (name,) = scheduler.submit(spec)
     async with open_journal(path, now=time.time) as journal:
         first = await journal.trajectory(name)
@@ -211,7 +191,7 @@ def test_a_parent_that_cannot_be_gone_on_from_is_refused(
 async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     parent = await parent_in(path)
-    async with life(path) as (journal, scheduler):
+    async with life(path, programs()) as (journal, scheduler, _):
         spec = fork_of(parent.session_id, 2)
         identity = scheduler._identity(spec, "t", 0, "s", "shell", None)
         live = scheduler.registry.open(identity, spec)

@@ -5,8 +5,6 @@ Real harnesses are in tests/live.
 """
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,15 @@ import merge_toys as toys
 import pytest
 from attrs import define, evolve
 from fakes_runtime import Call, Program
-from session_kit import ask, live_of, task, town
+from session_kit import ask, life, live_of, task
 
 from polarnode.core.conversation import Message
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkSpec, HarnessSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Trajectory
-from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.journal import open_journal
 from polarnode.providers.volatile import RESUME_MARKER
-from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.resuming import find_snapshot
-from polarnode.rollouts.scheduler import Scheduler
-from polarnode.rollouts.services import NodeIdentity
 from polarnode.rollouts.snapshots import archive_path
 
 KEEPER = HarnessSpec(import_path="session_kit:KEEPING_HARNESS", command=("keeper",))
@@ -68,29 +63,12 @@ class Keeper:
         return program
 
 
-@asynccontextmanager
-async def life(folder: Path, keeper: Keeper) -> AsyncIterator[tuple[Journal, Scheduler, Any]]:
-    """A life of a node over containers in memory. Leaving it waits for the sessions."""
-    async with (
-        open_journal(folder / "journal.sqlite", now=time.time) as journal,
-        town(folder, {"keeper": keeper.program()}) as place,
-    ):
-        services = evolve(
-            place.scheduler.services,
-            identity=NodeIdentity(node="n1", model="tiny"),
-            journal=journal,
-            fork_parent=journal.fork_parent,
-        )
-        scheduler = Scheduler(
-            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
-        )
-        yield journal, scheduler, place.runtimes
-        await scheduler.registry.stop(cancel=False)
-        await journal.flushed()
+def programs(keeper: Keeper | None = None) -> dict[str, Program]:
+    return {"keeper": (keeper or Keeper()).program()}
 
 
 async def run(folder: Path, spec: TaskSpec, keeper: Keeper | None = None) -> Trajectory:
-    async with life(folder, keeper or Keeper()) as (_, scheduler, _):
+    async with life(folder / "journal.sqlite", programs(keeper)) as (_, scheduler, _):
         _, (name,) = scheduler.submit(spec)
     return await read(folder, name)
 
@@ -176,9 +154,9 @@ async def test_a_snapshot_that_is_gone_when_its_fork_begins_ends_it(tmp_path: Pa
 
 
 async def refused(folder: Path, spec: TaskSpec, parent: Trajectory, *, image: str | None = None) -> Refused:
-    async with life(folder, Keeper()) as (_, scheduler, runtimes):
+    async with life(folder / "journal.sqlite", programs()) as (_, scheduler, place):
         if image is not None:
-            runtimes.images[spec.runtime.image] = image
+            place.runtimes.images[spec.runtime.image] = image
         harness = scheduler._admitted(spec).harness
         assert spec.fork is not None
         with pytest.raises(Refused) as found:

@@ -14,7 +14,7 @@ import pytest
 import trio
 from attrs import evolve
 from fakes_runtime import Call
-from session_kit import ALLOWED, agent, ask, live_of, task, town
+from session_kit import agent, ask, live_of, order, town
 from trio.testing import MockClock as Clock
 
 from polarnode.containers.inside import Process
@@ -22,12 +22,9 @@ from polarnode.core.errors import ForkError
 from polarnode.core.task import HarnessSpec, McpServerSpec, SnapshotSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.harnesses import HARNESSES
-from polarnode.merge.trajectory import Identity
 from polarnode.rollouts import snapshots
-from polarnode.rollouts.admission import admitted
 from polarnode.rollouts.evaluations import old_kept
 from polarnode.rollouts.run_clock import HELD_MOST_S
-from polarnode.rollouts.services import SessionOrder
 from polarnode.rollouts.session_containers import Containers
 from polarnode.rollouts.snapshots import (
     HELD_S,
@@ -301,23 +298,6 @@ async def test_what_is_gone_or_damaged_is_refused_in_a_sentence(
     assert listed[1].why_not == "its archive is gone"
 
 
-def orders(found: Trajectory) -> SessionOrder:
-    """The order of a session's task, as a fork of it would have it."""
-    spec = task()
-    parts = admitted(spec, model="tiny", context_length=4096, allowed_imports=ALLOWED)
-    who = Identity(
-        session_id="fork",
-        task_id="t",
-        group_id="g",
-        sample_index=0,
-        harness="shell",
-        harness_version=None,
-        model="tiny",
-        node="n0",
-    )
-    return SessionOrder(identity=who, spec=spec, harness=parts.harness, evaluator=parts.evaluator)
-
-
 async def test_a_fresh_container_has_the_files_of_a_snapshot(autojump_clock: Clock, tmp_path: Path) -> None:
     inner = agent(turns=2)
 
@@ -329,7 +309,7 @@ async def test_a_fresh_container_has_the_files_of_a_snapshot(autojump_clock: Clo
         found = await here.one(snapshot_at=SnapshotSpec(turns=(1,)))
         kept, containers = (
             read_snapshot(tmp_path, found.session_id, 1),
-            Containers(orders(found), here.scheduler.services),
+            Containers(order(session_id="fork"), here.scheduler.services),
         )
         async with open_restored(containers, kept) as runtime:
             got = dict(runtime.files)  # type: ignore[attr-defined]
