@@ -31,6 +31,7 @@ from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, PolarnodeError, Refused
 from polarnode.core.trajectory import Trajectory
+from polarnode.http.asgi import GREETING, KEEP_ALIVE
 from polarnode.journal.values import (
     KEYS_ALONE,
     PRUNED,
@@ -314,7 +315,7 @@ class _Attended(AsyncIterator[bytes]):
 
 
 async def _events(journal: "Journal", query: Query, start: int) -> AsyncGenerator[bytes, None]:
-    yield b": polarnode\n\n"  # send the headers at once, so that the client knows it is connected
+    yield GREETING
     if query.begin == "newest":  # a reader that reconnects before the first event begins here again
         yield b"id: %d\n\n" % start
     seen, last_write = start, trio.current_time()
@@ -339,7 +340,7 @@ async def _events(journal: "Journal", query: Query, start: int) -> AsyncGenerato
         with trio.move_on_at(last_write + KEEP_ALIVE_S):
             await journal.wait_after(seen)
         if trio.current_time() >= last_write + KEEP_ALIVE_S:
-            yield b": keep-alive\n\n"
+            yield KEEP_ALIVE
             last_write = trio.current_time()
 
 

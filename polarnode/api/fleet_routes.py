@@ -19,7 +19,7 @@ from polarnode.core.codec.tasks import task_json
 from polarnode.core.errors import Refused
 from polarnode.core.fleet import AdoptOrder, CopyOrder, CopyRows, Epoch, NodeReport, ResumeOrder, TermOrder
 from polarnode.core.status import Submitted
-from polarnode.http.asgi import RouteRow, body_json
+from polarnode.http.asgi import RouteRow, body_json, event_response
 from polarnode.journal.journal import Journal
 from polarnode.rollouts.second_homes import SecondHomes
 
@@ -94,9 +94,8 @@ class FleetRoutes:
         front = request.args.get("front", "")
         if not 0 < len(front) <= FRONT:
             raise Refused(f"front must be the front's id, 1 to {FRONT} characters", path="?front")
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         await trio.lowlevel.checkpoint()
-        return Response(_Feed(self.node, front), 200, headers, content_type="text/event-stream")
+        return event_response(_Feed(self.node, front))
 
     async def take_term(self) -> Response:
         await self.node.homes.take_term(await _body(TermOrder))

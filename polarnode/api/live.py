@@ -19,14 +19,11 @@ from polarnode.api.query import read_query
 from polarnode.api.service import Service
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionChanges
-from polarnode.http.asgi import RouteRow
+from polarnode.http.asgi import GREETING, KEEP_ALIVE, RouteRow, event_response
 
 LOOK_S: Final = 0.5  # between two looks: a person sees no difference from less
 SHARE: Final = 20  # a look may take a twentieth of the time: one at 20,000 sessions holds the loop for 0.1 s
 AT_ONCE: Final = 500  # sessions of an event, 150 kB: more of them would hold the loop for longer than a look
-GREETING: Final = b": polarnode\n\n"  # sends the headers at once, so that a reader knows it is connected
-KEEP_ALIVE: Final = b": keep-alive\n\n"
-STREAM_HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 Found = Mapping[str, LiveSessionStatus]
 
@@ -128,8 +125,7 @@ class LiveSessionRoutes:
         # async though it waits for nothing: Quart would run a plain function in a thread
         await trio.lowlevel.checkpoint()
         follow = read_query(request.args, "follow").follow
-        body = self._events(follow=follow)
-        return Response(body, 200, dict(STREAM_HEADERS), content_type="text/event-stream")
+        return event_response(self._events(follow=follow))
 
     async def _events(self, *, follow: bool) -> AsyncIterator[bytes]:
         yield GREETING

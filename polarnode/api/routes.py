@@ -41,7 +41,7 @@ from polarnode.engine.weight_values import (
     UpdateOrder,
 )
 from polarnode.engine.weights import Weights
-from polarnode.http.asgi import RouteRow, body_json, body_json_or
+from polarnode.http.asgi import RouteRow, body_json, body_json_or, event_response
 from polarnode.journal.damage import encoded
 from polarnode.journal.values import TaskRecord, check_consumer
 from polarnode.rollouts.captures import Captures
@@ -130,13 +130,7 @@ class Routes:
         if query.consumer is not None:
             position = await self._position(query.consumer, default)
             start = position if start is None else start
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return Response(
-            event_stream(self.service.journal, query, default if start is None else start),
-            200,
-            headers,
-            content_type="text/event-stream",
-        )
+        return event_response(event_stream(self.service.journal, query, default if start is None else start))
 
     async def _position(self, consumer: str, default: int) -> int:
         """A consumer's position. A new consumer is created after event `default`, so that no event it has not

@@ -12,15 +12,15 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.exports import KEEP_ALIVE_S
-from polarnode.api.live import GREETING, KEEP_ALIVE, STREAM_HEADERS, changes_event, pieces
+from polarnode.api.live import changes_event, pieces
 from polarnode.api.query import read_query
 from polarnode.client.requests import query_string
 from polarnode.client.scripts import Block, Decoder
 from polarnode.client.values import ClientError, Unreachable, read_answer
 from polarnode.core.status import LiveSessionStatus, SessionChanges
 from polarnode.fleet.link import Link
-from polarnode.fleet.streams import PAUSES, ROSTER_S, Nodes
-from polarnode.http.asgi import RouteRow
+from polarnode.fleet.streams import PAUSES, ROSTER_S, NodeReaders, Nodes
+from polarnode.http.asgi import GREETING, KEEP_ALIVE, RouteRow, event_response
 
 PATH: Final = "/v1/sessions/live"
 
@@ -60,7 +60,7 @@ class LiveBody(AsyncIterator[bytes]):
     follow: bool
     _pending: PendingChanges = field(factory=PendingChanges, init=False)
     _taken: list[SessionChanges] = field(factory=list, init=False)
-    _reading: dict[str, tuple[Link, trio.CancelScope]] = field(factory=dict, init=False)
+    _readers: NodeReaders = field(factory=NodeReaders, init=False)
     _over: set[str] = field(factory=set, init=False)  # nodes that were read to the end, with follow=false
     _scope: trio.CancelScope | None = field(default=None, init=False)
     _news: trio.Event = field(factory=trio.Event, init=False)
@@ -93,46 +93,32 @@ class LiveBody(AsyncIterator[bytes]):
         with scope:
             async with trio.open_nursery() as nursery:
                 while self.follow or not self._over.issuperset(self.roster.readable()):
-                    self._look(nursery)
+                    for journal in self._readers.look(self.roster.readable(), self._read_on, nursery):
+                        self._put(_nothing(self.roster.name_of(journal)))
                     await trio.sleep(ROSTER_S)
                 nursery.cancel_scope.cancel()
             self._ended = True
             self._news.set()
 
-    def _look(self, nursery: trio.Nursery) -> None:
-        """Read every node that is there, and no other."""
-        nodes = self.roster.readable()
-        for journal, (link, scope) in tuple(self._reading.items()):
-            if nodes.get(journal) is not link:
-                scope.cancel()
-                del self._reading[journal]
-                self._put(_nothing(self.roster.name_of(journal)))
-        for journal, link in nodes.items():
-            if journal not in self._reading:
-                scope = trio.CancelScope()
-                self._reading[journal] = link, scope
-                nursery.start_soon(self._read_on, journal, link, scope)
-
     def _put(self, changes: SessionChanges) -> None:
         self._pending.put(changes)
         self._news.set()
 
-    async def _read_on(self, journal: str, link: Link, scope: trio.CancelScope) -> None:
+    async def _read_on(self, journal: str, link: Link) -> None:
         """Read a node, again and again as its connection breaks."""
         failures = 0
-        with scope:
-            while True:
-                name = self.roster.name_of(journal)
-                began = trio.current_time()
-                try:
-                    await self._read(name, link)
-                except (Unreachable, ClientError):
-                    self._put(_nothing(name))
-                if not self.follow:
-                    self._over.add(journal)
-                    return
-                failures = 0 if trio.current_time() - began > KEEP_ALIVE_S else failures + 1
-                await trio.sleep(PAUSES.delay(failures))
+        while True:
+            name = self.roster.name_of(journal)
+            began = trio.current_time()
+            try:
+                await self._read(name, link)
+            except (Unreachable, ClientError):
+                self._put(_nothing(name))
+            if not self.follow:
+                self._over.add(journal)
+                return
+            failures = 0 if trio.current_time() - began > KEEP_ALIVE_S else failures + 1
+            await trio.sleep(PAUSES.delay(failures))
 
     async def _read(self, name: str, link: Link) -> None:
         decoder = Decoder()
@@ -161,4 +147,4 @@ class FleetLiveRoutes:
         await trio.lowlevel.checkpoint()
         follow = read_query(request.args, "follow").follow
         body = LiveBody(roster=self.roster, nursery=self.nursery, follow=follow)
-        return Response(body, 200, dict(STREAM_HEADERS), content_type="text/event-stream")
+        return event_response(body)

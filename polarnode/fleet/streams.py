@@ -10,7 +10,7 @@ Never `yield` inside a cancel scope or nursery: a body is an iterator whose task
 
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from typing import Final, Protocol, TypeVar
 
 import trio
@@ -30,7 +30,7 @@ from polarnode.core.fleet import CopyRow, CopyRows
 from polarnode.core.positions import ALONE, MOST_NUMBER, Position
 from polarnode.core.status import Consumer, Consumers
 from polarnode.fleet.link import Link
-from polarnode.http.asgi import RouteRow, body_json
+from polarnode.http.asgi import GREETING, KEEP_ALIVE, RouteRow, body_json, event_response
 from polarnode.journal.retention import MOST
 from polarnode.journal.values import check_consumer
 
@@ -166,7 +166,6 @@ def still_open(rows: Collection[CopyRow]) -> bool:
 ROSTER_S: Final = 0.2  # between looks at the roster: a node that joined is read from then on
 ROUND_S: Final = 1.0  # before the nodes are read again for a task that moves
 PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)  # as the client's
-GREETING: Final = b": polarnode\n\n"
 BEGUN: Final = b"id: %b\n\n"  # after it, where a reader begins at the newest event
 
 
@@ -190,6 +189,45 @@ class Nodes(Protocol):
         """The number of the last event of each node, as it last reported it, by journal."""
 
 
+@define(eq=False)
+class NodeReaders:
+    """The tasks of one reader's body that read nodes: one for each node that is there, and no other."""
+
+    _reading: dict[str, tuple[Link, trio.CancelScope]] = field(factory=dict, init=False)
+
+    def look(
+        self,
+        nodes: Mapping[str, Link],
+        read_on: Callable[[str, Link], Awaitable[None]],
+        nursery: trio.Nursery,
+        *,
+        done: Collection[str] = (),
+    ) -> list[str]:
+        """Begin to read, with `read_on`, the nodes that came, but those that are `done`, and end it for those
+        that went, or are reached by another link now; the journals of these.
+        """
+        gone = [journal for journal, (link, _) in self._reading.items() if nodes.get(journal) is not link]
+        for journal in gone:
+            self._reading.pop(journal)[1].cancel()
+        for journal, link in nodes.items():
+            if journal not in self._reading and journal not in done:
+                scope = trio.CancelScope()
+                self._reading[journal] = link, scope
+                nursery.start_soon(_read_within, scope, read_on, journal, link)
+        return gone
+
+    def forget(self, journal: str) -> None:
+        """It has ended by itself; it may be read again."""
+        del self._reading[journal]
+
+
+async def _read_within(
+    scope: trio.CancelScope, read_on: Callable[[str, Link], Awaitable[None]], journal: str, link: Link
+) -> None:
+    with scope:
+        await read_on(journal, link)
+
+
 @define(eq=False, kw_only=True)
 class Merged(AsyncIterator[bytes]):
     """One reader's body. Its tasks begin with the first piece and end with `aclose`, which Quart calls
@@ -205,7 +243,7 @@ class Merged(AsyncIterator[bytes]):
     announced: bool = False  # whether the reader is sent where it begins
     _merge: Merge = field(factory=Merge, init=False)
     _seen: dict[str, int] = field(factory=dict, init=False)  # the last number read, by journal
-    _reading: dict[str, tuple[Link, trio.CancelScope]] = field(factory=dict, init=False)
+    _readers: NodeReaders = field(factory=NodeReaders, init=False)
     _done: set[str] = field(factory=set, init=False)  # whose streams have ended, with follow=false
     _room: dict[str, trio.Event] = field(factory=dict, init=False)
     _pieces: Iterator[bytes] = field(factory=lambda: iter(()), init=False)
@@ -231,7 +269,7 @@ class Merged(AsyncIterator[bytes]):
             with trio.move_on_after(KEEP_ALIVE_S) as silence:
                 await self._news.wait()
             if silence.cancelled_caught:
-                return b": keep-alive\n\n"
+                return KEEP_ALIVE
 
     async def aclose(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -281,17 +319,8 @@ class Merged(AsyncIterator[bytes]):
         return bool(failed) or still_open([row for each in found.values() for row in each.tasks])
 
     def _look(self, nursery: trio.Nursery) -> None:
-        """Read every node that is there, and no other."""
-        nodes = self.roster.readable()
-        for journal, (link, scope) in tuple(self._reading.items()):
-            if nodes.get(journal) is not link:
-                scope.cancel()
-                del self._reading[journal]
-        for journal, link in nodes.items():
-            if journal not in self._reading and journal not in self._done:
-                scope = trio.CancelScope()
-                self._reading[journal] = link, scope
-                nursery.start_soon(self._read_on, journal, link, scope)
+        """Read the nodes that are there, and leave out journals that no node has."""
+        self._readers.look(self.roster.readable(), self._read_on, nursery, done=self._done)
         known = self.roster.journals()
         if known is not None:
             for journal in [each for each in self._merge.position.parts if each not in known]:
@@ -308,25 +337,24 @@ class Merged(AsyncIterator[bytes]):
         self._merge.put(journal, block)
         self._news.set()
 
-    async def _read_on(self, journal: str, link: Link, scope: trio.CancelScope) -> None:
+    async def _read_on(self, journal: str, link: Link) -> None:
         """Read a node's events, again and again as its connection breaks."""
         failures = 0
-        with scope:
-            while True:
-                before = self._seen.get(journal)
-                try:
-                    await self._read(journal, link)
-                    why = "it ended the stream"
-                    if not self.follow:
-                        self._done.add(journal)
-                        del self._reading[journal]
-                        return
-                except (Unreachable, ClientError) as error:
-                    why = str(error)
-                failures = 0 if self._seen.get(journal) != before else failures + 1
-                if failures <= 1:
-                    logger.info("the stream of node %s broke and is opened again: %s", link.url, why)
-                await trio.sleep(PAUSES.delay(failures))
+        while True:
+            before = self._seen.get(journal)
+            try:
+                await self._read(journal, link)
+                why = "it ended the stream"
+                if not self.follow:
+                    self._done.add(journal)
+                    self._readers.forget(journal)
+                    return
+            except (Unreachable, ClientError) as error:
+                why = str(error)
+            failures = 0 if self._seen.get(journal) != before else failures + 1
+            if failures <= 1:
+                logger.info("the stream of node %s broke and is opened again: %s", link.url, why)
+            await trio.sleep(PAUSES.delay(failures))
 
     async def _read(self, journal: str, link: Link) -> None:
         after = self._seen.get(journal, self.start.parts.get(ALONE))
@@ -450,8 +478,7 @@ class StreamRoutes:
             task_id=query.task_id,
             announced=newest,
         )
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return Response(body, 200, headers, content_type="text/event-stream")
+        return event_response(body)
 
     async def _is_new(self, consumer: str) -> bool:
         """Whether no node knows a consumer. Then it is created on each, after the node's newest event. Raises

@@ -8,7 +8,7 @@ Hypercorn cut the connection without the terminal chunk, and logs nothing. Nothi
 
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, cast
 
@@ -25,6 +25,18 @@ from polarnode.core.conversation import Json
 from polarnode.http.connections import DEPARTURE, RESPOND, WRITES, ConnectionWrites, Departure, Head, Respond
 from polarnode.http.places import admit
 from polarnode.providers.contract import Reply
+
+# ── server-sent events ──────────────────────────────────────────────────
+
+GREETING: Final = b": polarnode\n\n"  # sends the headers at once, so that a reader knows it is connected
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+
+
+def event_response(body: AsyncIterator[bytes]) -> Response:
+    """A stream of events, which no proxy is to keep back."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return Response(body, 200, headers, content_type="text/event-stream")
+
 
 # ── browsers ────────────────────────────────────────────────────────────
 

@@ -22,7 +22,7 @@ from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Json
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.trajectory import Turn, sequence
-from polarnode.http.asgi import RouteRow
+from polarnode.http.asgi import RouteRow, event_response
 from polarnode.integrations.polar.answers import live_sessions, moment
 from polarnode.trainers.polar import (
     PHASES,
@@ -142,12 +142,7 @@ class EventRoutes:
 
     async def events(self) -> Response:
         await trio.lowlevel.checkpoint()
-        return Response(
-            self._stream(),
-            200,
-            {"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-            content_type="text/event-stream",
-        )
+        return event_response(self._stream())
 
     async def _stream(self) -> AsyncIterator[bytes]:
         words: dict[str, str] = {
