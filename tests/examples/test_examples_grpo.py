@@ -15,13 +15,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from attrs import evolve
-from trainers_kit import make_turn, publish
+from trainers_kit import group_of, make_turn, publish
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.codec import dump_json
 from polarnode.core.conversation import Answer, Message, TextPart, ToolCall
 from polarnode.core.trajectory import ForkedFrom, NewMessages, Outcome, Trajectory, Turn, VersionSpan
-from polarnode.groups import Group, Member
+from polarnode.groups import Group
 from polarnode.merge.builders import per_request, prefix_merging
 from polarnode.node.config import TINY_MODEL
 
@@ -418,16 +418,6 @@ def test_a_fleet_that_can_not_be_is_refused(
 # ── trees ─────────────────────────────────────────────────────────────────────
 
 
-def group_of(name: str, *sessions: Trajectory) -> Group:
-    members = tuple(
-        Member(
-            session_id=each.session_id, sample_index=0, status="completed", reward=each.reward, usable=True
-        )
-        for each in sessions
-    )
-    return Group(task_id=name, group_id=name, state="complete", members=members, trajectories=sessions)
-
-
 def a_tree() -> list[Group]:
     """Two sessions, of which the first failed, and a fork of that one before its last turn, which did not."""
 
@@ -439,7 +429,7 @@ def a_tree() -> list[Group]:
 
     fork = ForkedFrom(session_id="one", turn=1, got=1, by="replay")
     roots = session("one", 6, 0.0), session("two", 6, 1.0)
-    return [group_of("roots", *roots), group_of("forks", session("three", 8, 1.0, forked_from=fork))]
+    return [group_of(*roots), group_of(session("three", 8, 1.0, forked_from=fork))]
 
 
 def test_every_token_of_a_tree_is_trained_once_with_its_own_advantage(tmp_path: Path) -> None:
