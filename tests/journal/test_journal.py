@@ -15,12 +15,12 @@ import trio
 from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
-from polarnode.core.codec import trajectory_json
+from polarnode.core.codec import pack_turn, trajectory_json
 from polarnode.core.errors import JournalError, Refused
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.schema import VERSION
+from polarnode.journal.schema import VERSION, WAL_BYTES
 from polarnode.journal.values import Filters, Retention, check_consumer, json_encoder
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
@@ -84,6 +84,19 @@ OLD_TRAJECTORY = (
 
 
 # ── what is written is read ───────────────────────────────────────────────────
+
+
+async def test_a_turn_takes_little_more_of_the_disk_than_its_bytes(opened: Open, tmp_path: Path) -> None:
+    turns = [make_turn("a", index, sampled=256, prompt=1600) for index in range(800)]
+    log = tmp_path / "state" / "journal.sqlite-wal"
+    async with opened() as journal:
+        for start in range(0, len(turns), 20):
+            for turn in turns[start : start + 20]:
+                journal.turn(turn)
+            await journal.flushed()
+        assert log.stat().st_size < 1.2 * WAL_BYTES
+    size = (tmp_path / "state" / "journal.sqlite").stat().st_size
+    assert size < 1.3 * sum(len(pack_turn(turn)) for turn in turns)
 
 
 async def test_a_session_from_its_task_to_its_events(opened: Open) -> None:
