@@ -42,7 +42,8 @@ class Snapshot:
     `before_key` and `conversation` are the waiting request's: a fork's first request must have the same path.
     `image_id` is of the image the session's container was made of; `places` are the folders in the archive.
     `obstacles`: sentences why no harness may be resumed from it; none where it may. `taken`: seconds since
-    1970. `seconds`: how long the call was held.
+    1970. `seconds`: how long the call was held. `run_s`: seconds of its RUN that the session had spent,
+    without those in which its calls were held.
     """
 
     session_id: str
@@ -60,6 +61,7 @@ class Snapshot:
     processes: tuple[LivingProcess, ...] = ()
     left_out: tuple[str, ...] = ()
     obstacles: tuple[str, ...] = ()
+    run_s: float = 0.0
 
 
 @frozen(kw_only=True)

@@ -225,6 +225,7 @@ class SnapshotSpec:
     * `entropy`: before turns whose sampled tokens have a mean of -logprob of at least this, in nats.
     * `max_mb`: the most MiB of content in one; a session with more has none.
     * `keep`: the most of one session; beyond it the oldest that `turns` does not name is removed.
+    * `resume_lost`: a session that the machine lost goes on from the last one, where its harness can.
     """
 
     turns: tuple[int, ...] = field(default=(), metadata={"shorthand": list})
@@ -234,6 +235,7 @@ class SnapshotSpec:
     # a home and a repository with its build; what is larger would be held for more than some seconds
     max_mb: int = 256
     keep: int = 16  # a tree of 16 branch points; 4 GiB of disk where each is as large as it may be
+    resume_lost: bool = True
 
     @property
     def wanted(self) -> bool:

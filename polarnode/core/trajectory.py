@@ -292,13 +292,29 @@ class ForkedFrom:
 
 
 @frozen(kw_only=True)
+class ContinuedFrom:
+    """The state with which a session took the place of one that the machine lost: that of session
+    `session_id` before its turn `turn`.
+
+    Turns with a lower index were sampled there and are this session's own: trained here, as the lost session
+    holds no place in its group. `run_s`: seconds of RUN that were spent until then, which count in
+    `budgets.run_s` and not in `timing`.
+    """
+
+    session_id: str
+    turn: int
+    run_s: float
+
+
+@frozen(kw_only=True)
 class Trajectory:
     """All traces of one session, with its outcome, timing and reward: what a trainer reads.
 
     `attempt` counts the sessions of one place in the group from 0; `retried_as` is the session that replaced
     this one. `staleness`: the weight updates between its oldest sampled token and its end, None where that is
     unknown. `damaged` names what the journal could not give back of it. `forked_from`: the session whose
-    first turns this one inherited, which are in `turns` too.
+    first turns this one inherited, which are in `turns` too. `continued_from`: the lost session that this one
+    went on with.
     """
 
     session_id: str
@@ -322,6 +338,7 @@ class Trajectory:
     staleness: int | None = None
     damaged: tuple[Damaged, ...] = ()
     forked_from: ForkedFrom | None = None
+    continued_from: ContinuedFrom | None = None
 
     @property
     def inherited(self) -> int:

@@ -347,6 +347,11 @@ class LiveSession:
         journal.
         """
         self.lineages.commit(turn)
+        if turn.index >= self.inherited:
+            self.tally.turn(turn)
+        self._note(turn)
+
+    def _note(self, turn: Turn) -> None:
         self.carrier.add(turn)
         self.counters.turns += 1
         self.counters.failed += turn.state == "failed"
@@ -356,7 +361,6 @@ class LiveSession:
             self.counters.inherited_tokens += len(turn.sampled)
         else:
             self.counters.sampled_tokens += len(turn.sampled)
-            self.tally.turn(turn)
         self.record(turn)
 
     def inherit_answers(
@@ -377,18 +381,14 @@ class LiveSession:
         self.inherited = turn
         self._answers = InheritedAnswers({each.index: each for each in turns}, turn, ended)
 
-    def inherit_turns(self, turns: Sequence[Turn], lineages: Lineages) -> None:
-        """Begin with a parent's `turns` as this session's own: they are recorded now, and the next call
-        extends them. `lineages` has been restored from them.
+    def begin_with(self, turns: Sequence[Turn], lineages: Lineages, *, inherited: int) -> None:
+        """Begin with another session's `turns` as this session's: they are recorded now, and the next call
+        extends them. Those with an index below `inherited` are trained in another session. `lineages` has
+        been restored from them.
         """
-        self.lineages = lineages
-        self.inherited = max((turn.index + 1 for turn in turns), default=0)
+        self.lineages, self.inherited = lineages, inherited
         for turn in turns:
-            self.carrier.add(turn)
-            self.counters.turns += 1
-            self.counters.failed += turn.state == "failed"
-            self.counters.inherited_tokens += len(turn.sampled)
-            self.record(turn)
+            self._note(turn)
 
     def inherited_answer(self, plan: Plan, order: GenerateOrder) -> Turn | None:
         """The turn of a fork's parent whose answer this call is given; None where the engine samples."""

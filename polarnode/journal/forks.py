@@ -1,6 +1,7 @@
-"""What a fork needs of its parent, from the journal: the parent's task and its first turns.
+"""What a session that goes on from another's state needs, from the journal: a fork its parent's task and
+first turns, another attempt of a place those that the machine lost before it.
 
-The parent may be live, over, or of an earlier run of the node: its turns are in the journal since they ended.
+They may be live, over, or of an earlier run of the node: their turns are in the journal since they ended.
 """
 
 import sqlite3
@@ -8,9 +9,10 @@ import sqlite3
 from attrs import frozen
 
 from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Damaged, Turn
+from polarnode.core.trajectory import Damaged, Outcome, Turn
 from polarnode.journal import queries
 from polarnode.journal.schema import snapshot
+from polarnode.merge.trajectory import Identity
 
 
 @frozen(kw_only=True)
@@ -34,11 +36,51 @@ def fork_parent(db: sqlite3.Connection, session_id: str, turn: int) -> ForkParen
     task = queries.task(db, found.task_id)
     with snapshot(db):
         turns, damaged = queries.readable_turns(db, session_id, before=turn)
-        last = "SELECT coalesce(max(turn), -1) FROM turns WHERE session_id = ?"
-        (highest,) = db.execute(last, (session_id,)).fetchone()
+        count = _count(db, session_id)
     return ForkParent(
         spec=None if task is None or task.damaged is not None else task.spec,
         turns=turns,
         damaged=damaged,
-        count=highest + 1,
+        count=count,
     )
+
+
+@frozen(kw_only=True)
+class EarlierAttempt:
+    """A session that had a place before. `outcome` is None where it is not over; `count`: the number of turns
+    that it has.
+    """
+
+    identity: Identity
+    outcome: Outcome | None
+    count: int
+
+    @property
+    def got_on(self) -> bool:
+        """Whether it has turns beyond those that it began with."""
+        before, fork = self.identity.continued_from, self.identity.forked_from
+        return self.count > max(0 if before is None else before.turn, 0 if fork is None else fork.got)
+
+
+def earlier_attempts(db: sqlite3.Connection, place: Identity) -> tuple[EarlierAttempt, ...]:
+    """The sessions that had a session's place before it, the last one first, up to one whose row is
+    damaged.
+    """
+    query = (
+        "SELECT session_id FROM sessions WHERE task_id = ? AND sample_index = ? AND attempt < ?"
+        " ORDER BY attempt DESC"
+    )
+    found = list[EarlierAttempt]()
+    with snapshot(db):
+        for (session_id,) in db.execute(query, (place.task_id, place.sample_index, place.attempt)).fetchall():
+            known, record = queries.identity_of(db, session_id), queries.session(db, session_id)
+            if known is None or record is None:
+                break
+            count = _count(db, session_id)
+            found.append(EarlierAttempt(identity=known, outcome=record.outcome, count=count))
+    return tuple(found)
+
+
+def _count(db: sqlite3.Connection, session_id: str) -> int:
+    last = "SELECT coalesce(max(turn), -1) FROM turns WHERE session_id = ?"
+    return int(db.execute(last, (session_id,)).fetchone()[0]) + 1

@@ -46,7 +46,7 @@ from polarnode.journal.entries import (
     weights_entry,
     weights_of,
 )
-from polarnode.journal.forks import ForkParent, fork_parent
+from polarnode.journal.forks import EarlierAttempt, ForkParent, earlier_attempts, fork_parent
 from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
 from polarnode.journal.queries import Recent, places_over
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
@@ -335,6 +335,13 @@ class Journal:
     async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
         """The session that forks go on from; None when it is unknown or pruned."""
         return await self.query(fork_parent, fork.session, fork.turn)
+
+    async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
+        """The sessions that had a session's place before it, the last one first, and all that is enqueued of
+        them.
+        """
+        await self.flushed()
+        return await self.query(earlier_attempts, place)
 
     async def weights(self, limit: int) -> tuple[WeightsRow, ...]:
         """Those of the base, newest first."""

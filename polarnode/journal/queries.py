@@ -340,14 +340,21 @@ def _identity_row(db: sqlite3.Connection, session_id: str) -> Row:
     return found
 
 
+WHOSE = "SELECT session_id, task_id, sample_index, attempt, identity, identity_checksum FROM sessions WHERE "
+
+
+def identity_of(db: sqlite3.Connection, session_id: str) -> Identity | None:
+    """Whose session it is; None where its row or its task's is damaged."""
+    row = db.execute(WHOSE + "session_id = ?", (session_id,)).fetchone()
+    found = None if row is None else _unfinished(db, *row)
+    return None if found is None or found.damaged else found.identity
+
+
 def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
     """Sessions of earlier runs without a trajectory, in the order they were submitted."""
-    query = (
-        "SELECT session_id, task_id, sample_index, attempt, identity, identity_checksum FROM sessions WHERE"
-        " outcome IS NULL AND life < (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
-    )
+    earlier = "outcome IS NULL AND life < (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
     with snapshot(db):
-        found = tuple(_unfinished(db, *row) for row in db.execute(query).fetchall())
+        found = tuple(_unfinished(db, *row) for row in db.execute(WHOSE + earlier).fetchall())
         return tuple(_with_turns(db, each) for each in found)
 
 

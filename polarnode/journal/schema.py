@@ -21,7 +21,7 @@ from polarnode.core.errors import JournalError
 from polarnode.journal.damage import Damages, JournalConnection
 from polarnode.support.bounded import private_opener
 
-VERSION = 8
+VERSION = 9
 FLEET = """
 CREATE TABLE copies (
     task_id TEXT PRIMARY KEY,
@@ -51,7 +51,7 @@ INSERT INTO meta VALUES ('term', 0), ('journal', 'j' || lower(hex(randomblob(8))
 # positions, the weights that were served, pending callbacks, what a group needs of its sessions, when a
 # consumer was last seen, marks of what all consumers had acknowledged. 5: checksums (`damage.py`).
 # 6: teachers' logprobs in traces; evaluations of sessions that were over. 7: the journal's id, what a fleet
-# keeps in two journals. 8: forks.
+# keeps in two journals. 8: forks. 9: sessions that go on where another was lost.
 STEPS: Mapping[int, str] = {
     1: "",
     2: (
@@ -83,6 +83,7 @@ STEPS: Mapping[int, str] = {
     ),
     6: FLEET,
     7: "",
+    8: "",
 }
 
 TABLES = (

@@ -14,6 +14,7 @@ from polarnode.core.errors import InvariantViolated, PolarnodeError, Refused, bo
 from polarnode.core.task import BuilderSpec, TaskSpec
 from polarnode.core.trajectory import (
     Built,
+    ContinuedFrom,
     Damaged,
     ForkedFrom,
     LeftOut,
@@ -48,6 +49,7 @@ class Identity:
     # of a fork. While it runs, `got` is how many turns it may inherit: those with an index below it that are
     # there are inherited
     forked_from: ForkedFrom | None = None
+    continued_from: ContinuedFrom | None = None  # of one that goes on with an earlier attempt's turns
 
     def began_with(self, turns: Sequence[Turn]) -> ForkedFrom | None:
         """What the session that ended with these turns inherited."""
@@ -192,6 +194,7 @@ def _trajectory(
         attempt=identity.attempt,
         retried_as=result.retried_as,
         forked_from=identity.began_with(turns),
+        continued_from=identity.continued_from,
     )
 
 

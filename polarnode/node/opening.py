@@ -355,6 +355,7 @@ async def _open_sessions(
         adapters=engines.adapters,
         places=engines,
         fork_parent=journal.fork_parent,
+        earlier_attempts=journal.earlier_attempts,
     )
     async with (
         open_background(services.freezer.run),

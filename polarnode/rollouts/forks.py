@@ -74,10 +74,14 @@ def begin_fork(
 
 
 def begin_resumed(
-    live: LiveSession, turns: Sequence[Turn], references: References, drops_thinking: DropsThinking | None
+    live: LiveSession,
+    turns: Sequence[Turn],
+    references: References,
+    drops_thinking: DropsThinking | None,
+    inherited: int,
 ) -> None:
-    """Give a session its parent's turns as its own, and the references that the parent's harness has in its
-    history.
+    """Give a session its parent's turns, and the references that the parent's harness has in its history.
+    Turns with an index below `inherited` are trained in another session.
     """
     own = [evolve(turn, session_id=live.session_id) for turn in turns]
     lineages = Lineages.restore(
@@ -87,4 +91,7 @@ def begin_resumed(
         drops_thinking=drops_thinking,
         references=references,
     )
-    live.inherit_turns(own, lineages)
+    for turn in own:  # those that the parent inherited by replay are another session's
+        for call in () if turn.answer is None else turn.answer.calls:
+            lineages.references.adopt(turn.index, call.id)
+    live.begin_with(own, lineages, inherited=inherited)

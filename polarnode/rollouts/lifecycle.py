@@ -54,7 +54,8 @@ def successor(identity: Identity, session_id: str) -> Identity:
     """The identity of the next attempt. One of a fork forks again, and may inherit all that was asked."""
     fork = identity.forked_from
     again = None if fork is None else evolve(fork, got=fork.turn, differs=None)
-    return evolve(identity, session_id=session_id, attempt=identity.attempt + 1, forked_from=again)
+    attempt = identity.attempt + 1
+    return evolve(identity, session_id=session_id, attempt=attempt, forked_from=again, continued_from=None)
 
 
 def pause_before(attempt: int) -> float:

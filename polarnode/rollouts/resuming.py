@@ -41,6 +41,32 @@ class Resumption:
         return self.harness.resume(evolve(order, instruction=RESUME_MARKER))
 
 
+@frozen(kw_only=True)
+class State:
+    """A state that a session can be resumed from: a snapshot, and the turns before it."""
+
+    order: SessionOrder
+    snapshot: Snapshot
+    turns: tuple[Turn, ...]
+
+    def begin(self, services: NodeServices, live: LiveSession, *, inherited: int) -> Resumption:
+        """Give a session these turns, those below `inherited` as another session's, and say what its harness
+        must ask first.
+        """
+        snapshot, order = self.snapshot, self.order
+        signed = References(snapshot.references.session_id, bytes.fromhex(snapshot.references.secret))
+        drops = services.drops_thinking if order.spec.thinking == "template" else None
+        begin_resumed(live, self.turns, signed, drops, inherited)
+        live.resumed = ResumedSession(
+            parent=snapshot.session_id,
+            turn=snapshot.turn,
+            before_key=snapshot.before_key,
+            conversation=snapshot.conversation,
+        )
+        answered = any(turn.role == "main" and turn.state == "complete" for turn in self.turns)
+        return Resumption(snapshot=snapshot, harness=order.harness, answered=answered)
+
+
 async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, harness: Harness) -> Snapshot:
     """The snapshot that a task's sessions are resumed from. Raises Refused, with the field's path, where no
     harness could go on from it.
@@ -71,28 +97,21 @@ async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, 
     return snapshot
 
 
-async def begin_resume(
-    order: SessionOrder, services: NodeServices, live: LiveSession, fork: ForkSpec
-) -> Resumption:
-    """Give a session its parent's turns, and say what its harness must ask first. Raises ForkError where the
-    parent cannot be gone on from any more.
-    """
+async def find_state(order: SessionOrder, services: NodeServices, fork: ForkSpec) -> State:
+    """The state that a session is resumed from. Raises ForkError where it is there no more, or never was."""
     try:
         parent = check_fork(order.spec, fork, await services.fork_parent(fork))
         snapshot = await find_snapshot(services, order.spec, fork, order.harness)
     except Refused as refused:
         raise ForkError(str(refused)) from refused
-    signed = References(snapshot.references.session_id, bytes.fromhex(snapshot.references.secret))
-    drops = services.drops_thinking if order.spec.thinking == "template" else None
-    begin_resumed(live, parent.turns, signed, drops)
-    live.resumed = ResumedSession(
-        parent=fork.session,
-        turn=fork.turn,
-        before_key=snapshot.before_key,
-        conversation=snapshot.conversation,
-    )
-    return Resumption(snapshot=snapshot, harness=order.harness, answered=any(map(_answered, parent.turns)))
+    return State(order=order, snapshot=snapshot, turns=parent.turns)
 
 
-def _answered(turn: Turn) -> bool:
-    return turn.role == "main" and turn.state == "complete"
+async def begin_resume(
+    order: SessionOrder, services: NodeServices, live: LiveSession, fork: ForkSpec
+) -> Resumption:
+    """Give a fork its parent's turns, and say what its harness must ask first. Raises ForkError where the
+    parent cannot be gone on from any more.
+    """
+    found = await find_state(order, services, fork)
+    return found.begin(services, live, inherited=max((turn.index + 1 for turn in found.turns), default=0))

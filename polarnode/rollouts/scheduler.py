@@ -34,6 +34,7 @@ from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.token_extras import unscored
 from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
 from polarnode.rollouts.admission import Admitted, admitted
+from polarnode.rollouts.continuing import went_wrong
 from polarnode.rollouts.lifecycle import (
     SESSION_ID_BYTES,
     Homes,
@@ -314,15 +315,14 @@ class Scheduler:
         session = self.registry.get(Session, session_id)
         if self._goes_on(end):
             return  # unfinished in the journal, for who goes on with the task
-        if (
-            session is not None
-            and not end.cancelled
-            and lost_to_the_machine(end.trajectory.outcome)
-            and retries_left(session.order.retries, session.task.budgets)
-            and not self.registry.homes.moved(end.identity.task_id)
-        ):
-            self.replace(end.trajectory, session.order)
-            return
+        if session is not None and not end.cancelled and not self.registry.homes.moved(end.identity.task_id):
+            order, outcome = session.order, end.trajectory.outcome
+            if went_wrong(order.identity, session.live, outcome):  # it costs no retry
+                self.replace(end.trajectory, evolve(order, first_attempt=order.first_attempt + 1))
+                return
+            if lost_to_the_machine(outcome) and retries_left(order.retries, session.task.budgets):
+                self.replace(end.trajectory, order)
+                return
         self.registry.end(end)
         if session is not None:
             self._list_ended(session_status(session, end.trajectory))

@@ -25,7 +25,7 @@ from polarnode.engine.adapters import Adapters
 from polarnode.engine.scoring import Scoring
 from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
-from polarnode.journal.forks import ForkParent
+from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.freezer import Freezer
@@ -164,6 +164,12 @@ async def no_parent(_: ForkSpec) -> ForkParent | None:
     return None
 
 
+async def no_attempts(_: Identity) -> tuple[EarlierAttempt, ...]:
+    """For a node whose journal has no session that was lost."""
+    await trio.lowlevel.checkpoint()
+    return ()
+
+
 @frozen(kw_only=True)
 class NodeServices:
     """The services of a node for sessions of all drivers."""
@@ -195,6 +201,7 @@ class NodeServices:
     snapshotting: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(2))
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
     fork_parent: Callable[[ForkSpec], Awaitable[ForkParent | None]] = no_parent  # of a task's forks
+    earlier_attempts: Callable[[Identity], Awaitable[Sequence[EarlierAttempt]]] = no_attempts
 
     def versions_of(self, adapter: str) -> Sequence[str]:
         """The versions that a session's tokens may have: an adapter's own, or the base's."""

@@ -25,11 +25,12 @@ from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.ports import Endpoint, Launch
 from polarnode.core.status import Phase
-from polarnode.core.task import ForkSpec, TaskSpec
+from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.groups.group import EARLY_STOP
 from polarnode.merge.trajectory import Identity, Result
+from polarnode.rollouts.continuing import find_continuation
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
 from polarnode.rollouts.forks import begin_fork
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
@@ -138,17 +139,23 @@ class Session:
     async def _result(self) -> Result:
         result: Result | None = None
         with self._stoppable_scope() as scope:
-            if self.task.fork is not None:
-                await self._begin_fork(self.task.fork)
+            await self._begin()
             await self.services.ensure_image(self.order.runtime.image)
             async with self._slot(self.services.stages.live):
                 result = await self._attempts(scope)
         return result or Result(outcome=self._stopped())
 
-    async def _begin_fork(self, fork: ForkSpec) -> None:
-        if fork.by == "resume":
+    async def _begin(self) -> None:
+        """Begin where the attempt before it was lost, or where its task says."""
+        found, fork = await find_continuation(self.order, self.services), self.task.fork
+        if found is not None:
+            self.order = evolve(self.order, identity=found.identity)
+            self.services.journal.session_started(found.identity)
+            self._resumption = await found.begin(self.services, self.live)
+            self._clock.before_s = found.state.snapshot.run_s
+        elif fork is not None and fork.by == "resume":
             self._resumption = await begin_resume(self.order, self.services, self.live, fork)
-        else:
+        elif fork is not None:
             parent = await self.services.fork_parent(fork)
             begin_fork(self.live, self.task, parent, self._sampled_anew)
 
@@ -292,8 +299,7 @@ class Session:
         log = self.services.log_dir / f"{self.identity.session_id}.log"
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
-            clock.deadline = trio.current_time() + self.order.spec.budgets.run_s
-            self._clock.scope = clock
+            self._clock.begin(clock, self.order.spec.budgets.run_s)
             self.live.on_spent = lambda: _soon(clock)
             ended = await self._harness_ended(runtime, launch, log)
         cause = self.cancelled  # from here on a cancel has no effect: the run is over
@@ -320,15 +326,27 @@ class Session:
             async with self._containers.reaching(runtime) as reach:
                 env = {**reach.env, **launch.env}
                 if self.order.spec.snapshot_at.wanted:
-                    self._snapshots = await open_snapshots(
-                        self.order, self.services, self.live, runtime, self._credit_held
-                    )
+                    self._snapshots = await self._open_snapshots(runtime)
                 with self.services.freezer.follow(self.identity.session_id, runtime):
                     return await runtime.run_logged(
                         launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
                     )
         except PolarnodeError as error:
             return error
+
+    async def _open_snapshots(self, runtime: PodmanRuntime) -> SessionSnapshots:
+        # a fork's first snapshot is its parent's, and not its own
+        begun = None if self._resumption is None else self._resumption.snapshot
+        own = begun if begun is not None and begun.session_id == self.identity.session_id else None
+        return await open_snapshots(
+            self.order,
+            self.services,
+            self.live,
+            runtime,
+            credit=self._credit_held,
+            spent=lambda: self._clock.spent_s,
+            begun_with=own,
+        )
 
     async def _post(
         self, runtime: PodmanRuntime, outcome: Outcome, prefetched: PrefetchedRuntime | None

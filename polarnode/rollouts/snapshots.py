@@ -132,13 +132,26 @@ def remove(archive: Path) -> None:
     archive.unlink(missing_ok=True)
 
 
+def share(folder: Path, snapshot: Snapshot, session_id: str) -> Snapshot:
+    """Make a snapshot another session's too, which keeps it when the first one's is removed. Raises
+    OSError.
+    """
+    theirs = archive_path(folder, snapshot.session_id, snapshot.turn)
+    archive, own = archive_path(folder, session_id, snapshot.turn), evolve(snapshot, session_id=session_id)
+    archive.unlink(missing_ok=True)
+    os.link(theirs, archive)
+    _write(own, beside(archive))
+    return own
+
+
 # ── taking ────────────────────────────────────────────────────────────────────
 
 
 @define(eq=False, kw_only=True)
 class SessionSnapshots:
-    """The snapshots of one session. `credit` moves the end of its run by seconds. `image_id` is of the image
-    that its container was made of.
+    """The snapshots of one session. `credit` moves the end of its run by seconds, `spent` gives those of its
+    run. `image_id` is of the image that its container was made of. `begun_with`: the snapshot that it has
+    from the session that it goes on with.
     """
 
     order: SessionOrder
@@ -147,15 +160,21 @@ class SessionSnapshots:
     runtime: PodmanRuntime
     image_id: str
     credit: Callable[[float], None]
+    spent: Callable[[], float]
+    begun_with: Snapshot | None
     taken: int = field(default=0, init=False)
     held_s: float = field(default=0.0, init=False)
     not_taken: "Counter[str]" = field(factory=Counter, init=False)  # by reason
     removed: "Counter[str]" = field(factory=Counter, init=False)  # by reason
-    _kept: dict[int, int] = field(factory=dict, init=False)  # turn to bytes, oldest first
+    _kept: dict[int, int] = field(init=False)  # turn to bytes, oldest first
     _undecided: set[int] = field(factory=set, init=False)
     _last: int = field(init=False)  # the turn of the last one that no later turn decides
     _too_large: bool = field(default=False, init=False)
     _at_first: frozenset[Process] | None = field(default=None, init=False)
+
+    @_kept.default
+    def _make_kept(self) -> dict[int, int]:
+        return {} if self.begun_with is None else {self.begun_with.turn: self.begun_with.bytes}
 
     @_last.default
     def _make_last(self) -> int:
@@ -177,6 +196,8 @@ class SessionSnapshots:
         spec, turn = self.order.spec.snapshot_at, plan.index
         certain = asked_for(spec, turn, last=self._last)
         if not certain and not (spec.provisional and open_rules(spec, self.live.lineages.turns)):
+            return
+        if turn in self._kept:
             return
         why = self._obstacle(plan)
         if why is None:
@@ -221,11 +242,11 @@ class SessionSnapshots:
 
     async def _held(self, plan: Plan, request: ModelRequest) -> str | None:
         """Take it within HELD_S; the reason where there is none."""
-        began, before = trio.current_time(), self._calls()
+        began, spent, before = trio.current_time(), self.spent(), self._calls()
         self.credit(HELD_S)
         try:
             with trio.move_on_after(HELD_S):
-                return await self._taken(plan, request, began, before)
+                return await self._taken(plan, request, began, spent, before)
             return "slow"
         except Refused:
             self._too_large = True
@@ -237,7 +258,7 @@ class SessionSnapshots:
             self.services.tally.snapshot_s += spent
 
     async def _taken(
-        self, plan: Plan, request: ModelRequest, began: float, before: tuple[int, ...]
+        self, plan: Plan, request: ModelRequest, began: float, spent: float, before: tuple[int, ...]
     ) -> str | None:
         archive = archive_path(self.services.log_dir, self.live.session_id, plan.index)
         limit = self.order.spec.snapshot_at.max_mb << 20
@@ -250,7 +271,8 @@ class SessionSnapshots:
                 if self.live.in_flight > 1 or self._calls() != before:
                     return "parallel"
                 snapshot = self._snapshot(plan, request, files, processes - (self._at_first or frozenset()))
-                snapshot = evolve(snapshot, seconds=round(trio.current_time() - began, 3))
+                held = round(trio.current_time() - began, 3)
+                snapshot = evolve(snapshot, seconds=held, run_s=round(spent, 3))
                 await trio.to_thread.run_sync(_write, snapshot, beside(archive))
             finally:
                 if not beside(archive).exists():
@@ -323,11 +345,19 @@ async def open_snapshots(
     live: LiveSession,
     runtime: PodmanRuntime,
     credit: Callable[[float], None],
+    spent: Callable[[], float],
+    begun_with: Snapshot | None = None,
 ) -> SessionSnapshots:
     """Take snapshots of a session from now on. Raises RuntimeFault where its image cannot be looked at."""
-    image_id = await services.runtimes.image_id(order.runtime)
     snapshots = SessionSnapshots(
-        order=order, services=services, live=live, runtime=runtime, image_id=image_id, credit=credit
+        order=order,
+        services=services,
+        live=live,
+        runtime=runtime,
+        image_id=await services.runtimes.image_id(order.runtime),
+        credit=credit,
+        spent=spent,
+        begun_with=begun_with,
     )
     live.on_held = snapshots.hold
     return snapshots

@@ -24,6 +24,7 @@ from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
 from polarnode.core.conversation import Answer, Json, Message, Sampling, TextPart, Usage
 from polarnode.core.errors import JournalError, Refused
 from polarnode.core.trajectory import (
+    ContinuedFrom,
     Damaged,
     ForkedFrom,
     LeftOut,
@@ -462,6 +463,7 @@ def test_no_field_of_a_trace_or_a_trajectory_is_forgotten() -> None:
         harness_version="1", model="m", node="n", metadata={"a": None}, attempt=1, retried_as="s2", staleness=3,
         damaged=(Damaged(part="turns[7]", reason="r"),),
         forked_from=ForkedFrom(session_id="s0", turn=2, got=1, by="replay", differs="d"),
+        continued_from=ContinuedFrom(session_id="s1", turn=1, run_s=2.0),
     )  # fmt: skip
     for value in (trace, full):
         plain_ones = [

@@ -2,7 +2,8 @@
 
 `tests/data/journals/v<N>/journal.sqlite.gz` were written by the code of these commits: version 1 by 12656a6,
 2 by ec9f332, 4 by 6b5b2a3, 5 by the commit that added checksums, 6 by the commit that added teachers' logprobs, 7 by
-the one that gave journals an id, 8 from that one, with `b` as a fork, by the one that added forks. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
+the one that gave journals an id, 8 from that one, with `b` as a fork, by the one that added forks, 9 from that one, with
+`b` as one that goes on, by the one that added those. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
 the step from 3 to 4 was then undone with DROP COLUMN and DROP TABLE.
 
 Each holds a finished task of two samples (`over`: sessions `a` and `b`), a task that was running when the
@@ -29,7 +30,7 @@ from polarnode.api.query import Query
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Message
 from polarnode.core.task import HarnessSpec, TaskSpec
-from polarnode.core.trajectory import ForkedFrom, NewMessages, Outcome, Trajectory
+from polarnode.core.trajectory import ContinuedFrom, ForkedFrom, NewMessages, Outcome, Trajectory
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.schema import STEPS, VERSION, connect
 from polarnode.journal.values import Filters
@@ -89,6 +90,8 @@ def finished(version: int) -> tuple[Trajectory, Trajectory]:
         first = attrs.evolve(first, new_messages=NewMessages(messages=(Message(role="user", text="do it"),)))
     if version >= 8:
         b = attrs.evolve(b, forked_from=ForkedFrom(session_id="a", turn=2, got=1, by="replay", differs="?"))
+    if version >= 9:
+        b = attrs.evolve(b, continued_from=ContinuedFrom(session_id="a", turn=1, run_s=2.5))
     if version >= 6:
         scored = attrs.evolve(a.traces[0], teacher_logprobs=floats([0.0] * 4 + [-0.75] * 3))
         a = attrs.evolve(a, traces=(scored,))

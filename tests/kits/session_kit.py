@@ -263,6 +263,7 @@ async def life(path: Path, programs: Mapping[str, Program]) -> AsyncIterator[tup
             identity=NodeIdentity(node="n1", model="tiny"),
             journal=journal,
             fork_parent=journal.fork_parent,
+            earlier_attempts=journal.earlier_attempts,
         )
         scheduler = Scheduler(
             place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0

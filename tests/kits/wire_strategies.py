@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Answer, Message, Sampling, TextPart, ThinkingPart, ToolCall, Usage
 from polarnode.core.trajectory import (
+    ContinuedFrom,
     ForkedFrom,
     LeftOut,
     NewMessages,
@@ -264,6 +265,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         attempt=draw(st.integers(0, 3)),
         retried_as=draw(st.none() | TEXTS),
         staleness=draw(st.none() | st.integers(0, 9)),
+        continued_from=draw(
+            st.none() | st.builds(ContinuedFrom, session_id=TEXTS, turn=st.integers(0, 9), run_s=st.just(2.5))
+        ),
         forked_from=draw(
             st.none()
             | st.builds(

@@ -195,7 +195,7 @@ async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -
         spec = fork_of(parent.session_id, 2)
         identity = scheduler._identity(spec, "t", 0, "s", "shell", None)
         live = scheduler.registry.open(identity, spec)
-        begin_resumed(live, parent.turns[:2], References("p", b"theirs"), None)
+        begin_resumed(live, parent.turns[:2], References("p", b"theirs"), None, 2)
         assert [turn.session_id for turn in live.lineages.turns] == ["s", "s"]
         assert live.lineages.references.ref(1) == References("p", b"theirs").ref(1)
         assert (live.counters.turns, live.counters.sampled_tokens) == (2, 0)

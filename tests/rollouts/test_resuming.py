@@ -8,63 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import merge_toys as toys
 import pytest
-from attrs import define, evolve
-from fakes_runtime import Call, Program
-from session_kit import ask, life, live_of, task
+from attrs import evolve
+from keeper_kit import KEEPER, Keeper, programs
+from session_kit import life, task
 
-from polarnode.core.conversation import Message
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkSpec, HarnessSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Trajectory
 from polarnode.journal.journal import open_journal
-from polarnode.providers.volatile import RESUME_MARKER
 from polarnode.rollouts.resuming import find_snapshot
 from polarnode.rollouts.snapshots import archive_path
-
-KEEPER = HarnessSpec(import_path="session_kit:KEEPING_HARNESS", command=("keeper",))
-KEPT = "/home/agent/answered"  # how often it was answered
-
-
-@define(eq=False)
-class Keeper:
-    """A harness of `turns` turns that keeps its conversation in its home. `says` stands in the place of its
-    first message once it is resumed; `ends`: it then ends at once, with this code or error.
-    """
-
-    turns: int = 4
-    says: str | None = None
-    ends: int | Exception | None = None
-
-    def program(self) -> Program:
-        async def program(call: Call) -> int:
-            live, files = live_of(program, call), call.runtime.files
-            resumed = call.argv[-1] == "--continue"
-            assert call.stdin == (RESUME_MARKER if resumed else "do it").encode()
-            history: list[Message] = [
-                toys.user() if not resumed or self.says is None else toys.user(self.says)
-            ]
-            for turn in live.lineages.turns[: int(files.get(KEPT, b"0")) if resumed else 0]:
-                assert turn.answer is not None
-                history += [turn.answer.as_message(), toys.user("go on")]
-            if resumed and isinstance(self.ends, Exception):
-                raise self.ends
-            if resumed and self.ends is not None:
-                return self.ends
-            for number in range(len(history) // 2, self.turns):
-                turn = await ask(live, history, takes=0.01)
-                if turn is None or turn.answer is None:
-                    return 1
-                files[KEPT] = str(number + 1).encode()
-                history += [turn.answer.as_message(), toys.user("go on")]
-            return 0
-
-        return program
-
-
-def programs(keeper: Keeper | None = None) -> dict[str, Program]:
-    return {"keeper": (keeper or Keeper()).program()}
 
 
 async def run(folder: Path, spec: TaskSpec, keeper: Keeper | None = None) -> Trajectory:
