@@ -11,17 +11,20 @@ import tomllib
 from collections.abc import Mapping
 from email.message import Message
 from email.parser import Parser
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from wheel_kit import BUILD_S, PACKAGES, ROOT, SOURCES, build, link, make_environment, run_in
 
 from polarnode.containers.recipes import default_runtimes_dir, read_recipes
 
 PROJECT: Mapping[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEBIAN_12 = "3.11.2"  # its own Python, which `make setup` takes
 DIGESTS = """
 import json
 from polarnode.containers.recipes import default_runtimes_dir, read_recipes
@@ -43,6 +46,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     )
     link([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["node"]], packages)
     return environment
+
+
+def test_every_package_of_the_lock_runs_on_debian_12_s_own_python() -> None:
+    """pip refuses a pinned package that wants a newer one, and `make setup` would end there."""
+    wanted = {
+        f"{found.name}=={found.version}": found.metadata.get("Requires-Python") for found in distributions()
+    }
+    assert {
+        name: versions for name, versions in wanted.items() if DEBIAN_12 not in SpecifierSet(versions or "")
+    } == {}
 
 
 def metadata(wheel: Path) -> Message:

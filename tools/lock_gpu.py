@@ -11,8 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 ROOT = Path(__file__).parents[1]
 LOCK = ROOT / "tools" / "constraints-gpu.txt"
+DEBIAN_12 = "3.11.2"  # its own Python, which the lock has to admit
 HEAD = (
     "# The whole environment of a GPU host, resolved for Linux amd64 and Python 3.11 by `make gpu-lock`, which"
     " needs no GPU.\n"
@@ -29,12 +32,24 @@ def lines(report: Any) -> list[str]:
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
+def too_new(report: Any) -> list[str]:
+    """What Debian 12's own Python could not install."""
+    return [
+        f"{each['metadata']['name']} {each['metadata']['version']} needs Python {wanted}"
+        for each in report["install"]
+        if DEBIAN_12 not in SpecifierSet(wanted := each["metadata"].get("requires_python", ""))
+    ]
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         subprocess.run([*pip, "--report", str(report), f"{ROOT}[gpu,test]"], check=True)
-        found = lines(json.loads(report.read_text()))
+        resolved = json.loads(report.read_text())
+        if refused := too_new(resolved):
+            sys.exit(f"bound these in pyproject.toml: {'; '.join(refused)}")
+        found = lines(resolved)
     LOCK.write_text(HEAD + "\n".join(found) + "\n")
     print(f"{LOCK.relative_to(ROOT)}: {len(found)} packages")
 

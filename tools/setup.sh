@@ -47,7 +47,7 @@ if [ ! -e "$stamp" ]; then
     say "installing polarnode with full SGLang for GPUs (about 4.3 GB, some minutes)"
     "${pip[@]}" install --constraint tools/constraints-gpu.txt --editable '.[gpu,test]'
   else
-    say "installing polarnode with the slim SGLang for CPUs (about 0.7 GB, a minute or two)"
+    say "installing polarnode with the slim SGLang for CPUs (about 0.7 GB, a minute or two; 3 GB where pip finds no CPU build of torch)"
     "${pip[@]}" install --constraint tools/constraints-cpu.txt --editable '.[cpu,test]'
     "${pip[@]}" install --no-deps sglang==0.5.23 # its own dependencies include CUDA packages that a CPU never loads
   fi
