@@ -419,8 +419,8 @@ class Connection(TCPServer):
 
     async def _read_data(self) -> None:
         """As in Hypercorn, but with larger reads and limits of time."""
-        data = b" "
-        while data:
+        more = True
+        while more:
             try:
                 data = await self._receive()
             except (trio.ClosedResourceError, trio.BrokenResourceError):
@@ -428,7 +428,9 @@ class Connection(TCPServer):
             except trio.TooSlowError:
                 await self.protocol.too_slow()
                 break
+            more = bool(data)
             await self.protocol.handle(RawData(data))
+            del data  # or it is held, 100 KB of a long conversation, until the client sends more
             if self.idle_task.idle and self.protocol.awaits_head:
                 self.idle_task.limit()
         await self.protocol.handle(Closed())
