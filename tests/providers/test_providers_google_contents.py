@@ -13,7 +13,7 @@ from polarnode.core.conversation import Message, ModelRequest, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.providers.contract import Envelope
 from polarnode.providers.google import GOOGLE
-from polarnode.providers.google.read import messages, ran_code, result_text
+from polarnode.providers.google.read import draft_of, messages, result_text
 from polarnode.providers.google.shapes import Content, FunctionResponse, parts, respelled
 from polarnode.providers.read_parts import ReadParts
 
@@ -23,7 +23,7 @@ def contents(*said: Any) -> tuple[Content, ...]:
 
 
 def read(*said: Any, system: Content | str | None = None) -> tuple[Message, ...]:
-    return messages(system, contents(*said))
+    return messages(system, map(draft_of, contents(*said)))
 
 
 def user(*said: Any) -> dict[str, Any]:
@@ -239,8 +239,7 @@ def test_code_that_ran_elsewhere_is_text() -> None:
     )
     (_, found) = read(user("x"), said)
     assert found.text == "a```python\n1+1\n```\n```\n2\n```\n"
-    assert ran_code(contents(said))
-    assert not ran_code(contents(user("x")))
+    assert [draft_of(each).ran_code for each in contents(said, user("x"))] == [True, False]
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 
 from attrs import define, evolve, field, frozen
 
-from polarnode.core.codec.json import structure
+from polarnode.core.codec.json import AlreadyRead, structure
 from polarnode.core.conversation import (
     Constraint,
     Conversation,
@@ -45,6 +45,7 @@ from polarnode.providers.google.shapes import (
     FunctionResponse,
     GenerateRequest,
     GenerationConfig,
+    KnownPart,
     PartShape,
     ResponsePart,
     ThinkingConfig,
@@ -78,12 +79,8 @@ _OUTPUTS = ("output", "result")
 RAN_CODE = "code that Google's servers ran is shown as text: nothing runs it here"
 
 
-def messages(
-    system: Content | str | None, contents: Iterable[Content], known: ReadParts | None = None
-) -> tuple[Message, ...]:
-    """The whole conversation: the system instruction first, if there is one. `known` are the parts that its
-    session sent before.
-    """
+def messages(system: Content | str | None, drafts: Iterable["Draft"]) -> tuple[Message, ...]:
+    """The whole conversation: the system instruction first, if there is one."""
     head = (
         system
         if isinstance(system, str)
@@ -92,7 +89,7 @@ def messages(
         else ""
     )
     reader = _Reader([Message(role="system", text=head)] if head else [])
-    for index, draft in enumerate((known or ReadParts()).convert(contents, _draft)):
+    for index, draft in enumerate(drafts):
         try:
             reader.read(draft)
         except Refused as error:
@@ -101,35 +98,43 @@ def messages(
     return tuple(reader.found)
 
 
-def ran_code(contents: Iterable[Content], known: ReadParts | None = None) -> bool:
-    """Whether any part is code of Google's own tool, or its output."""
-    return any(draft.ran_code for draft in (known or ReadParts()).convert(contents, _draft))
-
-
 @frozen(kw_only=True)
-class _Draft:
+class Draft:
     """A content's messages but for what its place decides: which calls its `results` answer, and the ids of
-    calls that have none of their own, without which a model's content has no messages yet. `refusal` says
-    why it cannot be read, and where in it.
+    calls that have none of their own, without which a model's content has no messages yet, but its `parts`.
+    `refusal` says why it cannot be read, and where in it; `ran_code`, whether any part is code of Google's
+    own tool, or its output.
     """
 
-    parts: tuple[PartShape, ...]
     role: str | None
+    parts: tuple[PartShape, ...] = ()
     messages: tuple[Message, ...] = ()
     results: tuple[FunctionResponse, ...] = ()
     refusal: tuple[str, str | None] | None = None
     ran_code: bool = False
 
 
-def _draft(content: Content) -> _Draft:
+def draft_of(content: Content) -> Draft:
+    """What a content is wherever it stands."""
     shown, role = parts(content.parts), _ROLES.get(content.role)
     results = tuple(part.functionResponse for part in shown if part.functionResponse is not None)
     try:
         messages = tuple(_alone(shown, content.role))
         ran = any(part.executableCode is not None or part.codeExecutionResult is not None for part in shown)
-        return _Draft(parts=shown, role=role, messages=messages, results=results, ran_code=ran)
+        undecided = () if messages else shown
+        return Draft(role=role, parts=undecided, messages=messages, results=results, ran_code=ran)
     except Refused as error:
-        return _Draft(parts=shown, role=role, refusal=(str(error), error.path))
+        return Draft(role=role, refusal=(str(error), error.path))
+
+
+def _known_content(sent: dict[str, Json]) -> KnownPart | Json:
+    """As `known_content`, of which only the draft is kept: in a stream's history its parts hold every text a
+    second time.
+    """
+    found = known_content(sent)
+    if isinstance(found, KnownPart):
+        return KnownPart(AlreadyRead(draft_of(found.read.value)), found.unknown)
+    return found
 
 
 def _alone(shown_parts: tuple[PartShape, ...], role: str | None) -> Iterator[Message]:
@@ -209,7 +214,7 @@ class _Reader:
     open: list[ToolCall] = field(factory=list)
     calls: int = 0
 
-    def read(self, draft: _Draft) -> None:
+    def read(self, draft: Draft) -> None:
         if draft.refusal is not None:
             message, path = draft.refusal
             raise Refused(message, path=path)
@@ -232,7 +237,7 @@ class _Reader:
                 return call.id
         return call_id or response.name
 
-    def _model(self, draft: _Draft) -> None:
+    def _model(self, draft: Draft) -> None:
         before = self.found[-1] if self.found and self.found[-1].role == "assistant" else None
         if draft.messages:
             (message,) = draft.messages
@@ -458,12 +463,14 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     """
     known = envelope.parts
     request, ignored = _request(body, known)
+    contents: Iterable[Content | Draft]  # as the latter where they are known
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
+    drafts = [each if isinstance(each, Draft) else draft_of(each) for each in contents]
     listed = (request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ()
     declared = known.convert_list(listed, tools)
     choice, notes = tool_choice(request.toolConfig, declared)
     config = request.generationConfig or GenerationConfig()
-    kept, volatile = without_volatile(messages(request.systemInstruction, contents, known))
+    kept, volatile = without_volatile(messages(request.systemInstruction, drafts))
     return ModelRequest(
         provider="google",
         model=envelope.model or (request.model or "").removeprefix("models/"),
@@ -474,7 +481,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         stream=bool(envelope.stream),
         hints=_hints(envelope.headers),
         ignored=(*ignored, "$.contents[-1]") if volatile else ignored,
-        notes=(*notes, RAN_CODE) if ran_code(contents, known) else notes,
+        notes=(*notes, RAN_CODE) if any(draft.ran_code for draft in drafts) else notes,
         constraint=_constraint(config),
         choices=config.candidateCount or 1,
         logprobs=(config.logprobs or 0) if config.responseLogprobs else None,
@@ -495,7 +502,7 @@ def _request(body: bytes, known: ReadParts) -> tuple[GenerateRequest, tuple[str,
     if not isinstance(value, dict):
         return structure(value, GenerateRequest), ()
     recalled: dict[str, Any] = dict(value)
-    for name, part in (("contents", known_content), ("tools", known_tool)):
+    for name, part in (("contents", _known_content), ("tools", known_tool)):
         if is_list_of_objects(sent := value.get(name)):
             recalled[name] = known.convert_json(sent, part)
     spelled, unknown = respelled(recalled, GenerateRequest)

@@ -92,23 +92,35 @@ class Transcript:
     def take(self, item: Object, path: str, known: "KnownItem | None") -> None:
         """Read one more item, of which this may be known."""
         alone = None if known is None else known.alone
-        if alone is None or alone._unsealed_bytes >= self._unsealed_room:
+        if alone is None or alone.unsealed_bytes >= self._unsealed_room:
             self.read(item, path)
             return
         for message in alone.messages:
             self.add(message)
-        self._answering = self._answering or alone._answering
-        self._texts += alone._texts
-        self._thoughts += alone._thoughts
-        self._calls += alone._calls
-        self._refs += alone._refs
-        self._unsealed_room -= UNSEALED_BYTES - alone._unsealed_room
+        self._answering = self._answering or alone.answering
+        self._texts += alone.texts
+        self._thoughts += alone.thoughts
+        self._calls += alone.calls
+        self._refs += alone.refs
+        self._unsealed_room -= alone.unsealed_chars
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing was found but messages and parts of answers, none of which depends on a path."""
+    def plain(self) -> "PlainContent | None":
+        """What was read, where that is nothing but messages and parts of answers, none of which depends on a
+        path.
+        """
         head = self.head
-        return not (self.ignored or self.notes or self.later or head.tools or head.ignored or head.notes)
+        if self.ignored or self.notes or self.later or head.tools or head.ignored or head.notes:
+            return None
+        return PlainContent(
+            messages=tuple(self.messages),
+            answering=self._answering,
+            texts=tuple(self._texts),
+            thoughts=tuple(self._thoughts),
+            calls=tuple(self._calls),
+            refs=tuple(self._refs),
+            unsealed_chars=UNSEALED_BYTES - self._unsealed_room,
+            unsealed_bytes=self._unsealed_bytes,
+        )
 
     def add(self, message: Message) -> None:
         """Add a message that is not the assistant's; an open answer ends before it."""
@@ -335,14 +347,30 @@ _READERS: Final[dict[str, Callable[[Transcript, Object, str], None]]] = {
 # ── items of earlier requests ───────────────────────────────────────────────────────────────────────
 
 
+@frozen(kw_only=True)
+class PlainContent:
+    """What stands in an item, wherever it stands. Its empty tuples take no memory, of which a list takes 56
+    bytes.
+    """
+
+    messages: tuple[Message, ...]
+    answering: bool
+    texts: tuple[str, ...]
+    thoughts: tuple[str, ...]
+    calls: tuple[ToolCall, ...]
+    refs: tuple[str, ...]
+    unsealed_chars: int
+    unsealed_bytes: int
+
+
 @frozen
 class KnownItem:
-    """An item that a session's requests repeat: its digest, and what stands in it `alone`, which is only
-    read; None where that depends on its place, and where it is refused.
+    """An item that a session's requests repeat: its digest, and what stands in it `alone`; None where that
+    depends on its place, and where it is refused.
     """
 
     digest: bytes
-    alone: Transcript | None
+    alone: PlainContent | None
 
 
 def known_item(item: Object) -> KnownItem:
@@ -352,4 +380,4 @@ def known_item(item: Object) -> KnownItem:
         alone.read(item, "$")
     except Refused:  # with a path that only its place gives
         return KnownItem(digest, None)
-    return KnownItem(digest, alone if alone.is_plain else None)
+    return KnownItem(digest, alone.plain())
