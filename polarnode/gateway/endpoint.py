@@ -241,6 +241,7 @@ class ModelPlane:
         copy: ResponseCopy | None = None,
     ) -> None:
         large = False
+        answer: Reply | Incoming | ClientDisconnected | None = None
         try:
             with budget.reserve() as reservation:
                 body = await read_body(
@@ -265,6 +266,7 @@ class ModelPlane:
                     assert_never(answer)
         finally:
             if large:
+                answer = None  # what was read of the body is free too
                 with trio.CancelScope(shield=True):  # milliseconds
                     await give_back_memory()
 
@@ -378,6 +380,7 @@ class ModelPlane:
 
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
         """Read the body as a request, with the body's digest. Raises Refused with the path of the field."""
+        session.large |= len(request.body) > LARGE_BYTES
         read = partial(_read, request, session, self.model, self._limits)
         hashed = partial(BodyDigest.of, request.body, request.route.operation)
         share = ThreadShare(session.threads, self._readers)

@@ -246,6 +246,7 @@ class LiveSession:
     inherited: int = field(default=0, init=False)  # turns with a lower index are those of a fork's parent
     _answers: InheritedAnswers | None = field(default=None, init=False)  # of a fork's parent, given again
     over: bool = field(default=False, init=False)
+    large: bool = field(default=False, init=False)  # its requests took memory that is worth giving back
     spent_clock: SpentClock | None = field(default=None, init=False)
     # its threads that read or render long requests: one, so that another session always finds a free one
     threads: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)

@@ -32,11 +32,13 @@ from polarnode.merge.token_extras import SessionExtras, unscored
 from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
 from polarnode.rollouts.evaluation import taught
 from polarnode.rollouts.services import NodeServices
+from polarnode.support.bounded import give_back_memory
 from polarnode.support.metrics import NodeCounters
 
 logger = logging.getLogger(__name__)
 
 REASON_CHARACTERS = 200  # of a line of the node's log: the whole is in the trajectory
+FORGOTTEN_S: Final = 1.0  # until a request that ends a capture, or watches a session, has been answered
 SESSION_ID_BYTES: Final = 8  # 64 random bits, so that session ids never collide
 
 # ── attempts of a group's sample ──────────────────────────────────────────────
@@ -287,6 +289,10 @@ class SessionRegistry:
             driver.closed(failed=failed)
             if self.stopping and not self._drivers:
                 self._emptied.set()
+        if driver.live.large:
+            del driver  # what the session kept is free first, when nothing else knows the session any more
+            await trio.sleep(FORGOTTEN_S)
+            await give_back_memory()
 
     async def _conclude(
         self, driver: SessionDriver, result: Result, on_end: Callable[[SessionEnd], None]
