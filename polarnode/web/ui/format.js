@@ -41,7 +41,9 @@ export function bytes(value) {
 export function clock(epoch, now = new Date()) {
   const when = new Date(epoch * 1000);
   const time = when.toTimeString().slice(0, 8);
-  return when.toDateString() === now.toDateString() ? time : `${when.toISOString().slice(0, 10)} ${time.slice(0, 5)}`;
+  if (when.toDateString() === now.toDateString()) return time;
+  const day = [when.getFullYear(), when.getMonth() + 1, when.getDate()].map((part) => String(part).padStart(2, "0")).join("-");
+  return `${day} ${time.slice(0, 5)}`;
 }
 
 /** @param {readonly (number | null)[]} values */

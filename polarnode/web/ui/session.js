@@ -126,7 +126,7 @@ function Timeline({ id, timing, turns }) {
   const height = 26 + Math.max(1, found.lanes) * LANE;
   const x = (/** @type {number} */ share) => `${(share * 100).toFixed(3)}%`;
   return html`
-    <svg class="timeline" width="100%" height=${height} role="group" aria-label=${`timeline of ${duration(found.seconds)}`}>
+    <div class="scroll"><svg class="timeline" width="100%" height=${height} role="group" aria-label=${`timeline of ${duration(found.seconds)}`}>
       ${found.phases.map(
         (phase) => html`<g key=${phase.name}>
           <rect class=${`phase phase-${phase.name}`} x=${x(phase.x)} width=${x(phase.width)} y="0" height="14"><title>${phase.name}: ${duration(phase.seconds)}</title></rect>
@@ -142,7 +142,7 @@ function Timeline({ id, timing, turns }) {
         </a>`,
       )}
       ${found.seams.map((at) => html`<line class="seam" x1=${x(at)} x2=${x(at)} y1="17" y2=${height}><title>another weight version</title></line>`)}
-    </svg>
+    </svg></div>
     <p class="legend">${LEGEND.map(([name, text]) => html`<span key=${name}><span class=${`key ${name}`}></span>${text}</span>`)}</p>`;
 }
 
