@@ -17,7 +17,7 @@ from rich.text import Text
 from polarnode.cli.output import open_console
 from polarnode.cli.progress import Steps
 from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
-from polarnode.client.pins import split_pin
+from polarnode.client.pins import node_address
 from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.fleet.config import FleetConfig
@@ -225,7 +225,7 @@ def drain(node: str, url: str, token: str | None, *, back: bool) -> None:
 
 
 async def _asked(url: str, token: str | None, method: str, path: str, value: object) -> Any:
-    address, certificate = split_pin(url)
+    address, certificate = node_address(url)
     link = Link(url=address, token=token, certificate=certificate)
     try:
         return await link.call(method, path, value=value)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -173,6 +173,10 @@ def summary(trajectories: Sequence[Trajectory]) -> str:
     )
 
 
+# what Podman adds behind the reason why a program could not be started
+PODMANS_OWN: Final = "Error: read unixpacket @->"
+
+
 def endings(trajectories: Sequence[Trajectory]) -> list[Text]:
     """Why sessions did not complete: each reason once, with its count and, for a failed session, the last
     line of the harness's log.
@@ -193,7 +197,10 @@ def why(outcome: Outcome) -> str:
     last line of the harness's log.
     """
     origin = outcome.boundary or outcome.clock
-    last_line = (outcome.log_tail or "").strip().rpartition("\n")[2] if outcome.status == "failed" else ""
+    tail = (outcome.log_tail or "").strip().split("\n") if outcome.status == "failed" else []
+    while len(tail) > 1 and tail[-1].startswith(PODMANS_OWN):
+        tail.pop()
+    last_line = tail[-1] if tail else ""
     parts = [
         f"({origin})" if origin else "",
         outcome.reason or "no reason was given",

@@ -25,7 +25,7 @@ from polarnode.client.api import (
     specs_of,
 )
 from polarnode.client.awaiting_http import AsyncEvents, AwaitingHttp
-from polarnode.client.pins import split_pin
+from polarnode.client.pins import node_address
 from polarnode.client.requests import Script, T, ask
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
 from polarnode.client.values import Event
@@ -84,7 +84,7 @@ class AsyncPolarnodeClient:
 
     @_http.default
     def _make_http(self) -> AwaitingHttp:
-        url, certificate = split_pin(self.base_url)
+        url, certificate = node_address(self.base_url)
         return AwaitingHttp(base_url=url, token=self.token, certificate=certificate)
 
     # ── tasks ─────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from attrs import define, field, frozen
 
-from polarnode.client.pins import other_certificate, silence, split_pin, trust
+from polarnode.client.pins import node_address, other_certificate, silence, split_pin, trust
 from polarnode.client.requests import (
     Ask,
     ClientRequest,
@@ -127,7 +127,7 @@ class _Wire:
         self._connection = self._response = None
 
     def _connect(self, request: ClientRequest[Any]) -> HTTPConnection:
-        address, certificate = split_pin(self.http.base_url)
+        address, certificate = node_address(self.http.base_url)
         url, context, limit = urlsplit(address), trust(address, certificate), request.silence_s
         if context is None:
             return HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=limit)

@@ -78,6 +78,19 @@ def split_pin(text: str) -> tuple[str, str]:
     return url, digest
 
 
+def node_address(text: str) -> tuple[str, str]:
+    """`split_pin` of the address that a caller gave for a node. Raises ConfigError where it names neither
+    http nor https too: a library would then ask port 80 of this machine, or nobody.
+    """
+    url, digest = split_pin(text)
+    if address(url).scheme not in ("http", "https"):
+        meant = url.rpartition("://")[2]
+        raise ConfigError(
+            f"{url} is no node's address: write http://{meant}, or https:// where it serves TLS"
+        )
+    return url, digest
+
+
 def trust(url: str, digest: str = "") -> ssl.SSLContext | None:
     """What connections to `url` are verified with: its pinned certificate alone, or the machine's
     authorities. None for plain HTTP.

@@ -275,11 +275,11 @@ class Builder:
         if self.recipes.find(name) is not None or not await self.tools.denies("image", "exists", name):
             return None
         recipes = ", ".join(sorted(self.recipes.by_name))
-        how = f"{' '.join(self.tools.prefix())} pull {name}"
-        return (
-            f"no image is called {name}; there are recipes for {recipes}; other images are fetched with:"
-            f" {how}"
-        )
+        if name.startswith("localhost/"):  # Podman's own word for images no registry gave
+            how = f"one of your own is built with: polarnode image build DIR --tag {name}"
+        else:
+            how = f"other images are fetched with: {' '.join(self.tools.prefix())} pull {name}"
+        return f"no image is called {name}; there are recipes for {recipes}; {how}"
 
     async def _check_foreign(self, name: str) -> None:
         if (why := await self.refusal(name)) is not None:

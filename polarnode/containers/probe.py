@@ -471,7 +471,7 @@ def _cgroup_finding(cgroups: Cgroups, rights: Rights, limits: Collection[str], w
             ok=wanted == "best_effort",
             what=f"cgroups {cgroups} keep no limit of {', '.join(missing)} without root: a session can take"
             " the whole machine",
-            remedy=f"{delegate}; or accept it: --limits best_effort",
+            remedy=f"{delegate}; or accept it: --limits best_effort, or POLARNODE_LIMITS=best_effort",
         )
     if missing:
         remedy = "mount these controllers: without them a session can take the whole machine"

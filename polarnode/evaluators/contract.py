@@ -112,7 +112,8 @@ def read(config: Mapping[str, Json], shape: type[Config]) -> Config:
     try:
         return codec.structure(dict(config), shape, forbid_extra=True)
     except Refused as refused:
-        raise Refused(str(refused), path=(refused.path or "$").replace("$", ROOT, 1)) from refused
+        path = (refused.path or "$").replace("$", ROOT, 1)
+        raise Refused(f"evaluator.config.{refused}" if path != ROOT else str(refused), path=path) from refused
 
 
 def refused(name: str, message: str) -> Refused:

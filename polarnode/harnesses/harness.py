@@ -14,6 +14,7 @@ the recorded turns, and the reason says so. In config files, text of a task is d
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from attrs import frozen
 
@@ -125,6 +126,12 @@ def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
 
 # ── outcomes ───────────────────────────────────────────────────────────────────
 
+# what shells and Podman mean by an exit code
+EXIT_CODES: Final = {
+    126: ": a program could not be executed",
+    127: ": a program was not found in its image",
+}
+
 
 def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
     """The outcome of a harness that ended: completed, failed, or an engine error, with a reason unless the
@@ -133,7 +140,10 @@ def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Out
     judged = _judged(harness, exit_code, turns)
     if judged.status != "failed" or not lost_its_engine(turns):
         return judged
-    reason = f"the engine failed the harness's last call, and it ended with exit code {exit_code}"
+    reason = (
+        f"the engine failed the harness's last call, and it ended with exit code {exit_code}:"
+        " the logs of the node and of its engines have the cause"
+    )
     return Outcome(status="error", boundary=EngineError.boundary, exit_code=exit_code, reason=reason)
 
 
@@ -168,9 +178,9 @@ def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
 def _plain(exit_code: int) -> Outcome:
     if exit_code == 0:
         return Outcome(status="completed", exit_code=0)
-    return Outcome(
-        status="failed", exit_code=exit_code, reason=f"the harness ended with exit code {exit_code}"
-    )
+    meaning = EXIT_CODES.get(exit_code, "")
+    reason = f"the harness ended with exit code {exit_code}{meaning}"
+    return Outcome(status="failed", exit_code=exit_code, reason=reason)
 
 
 def _last_main(turns: Sequence[Turn]) -> Turn | None:

@@ -29,6 +29,8 @@ KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # of a simulated en
 LEAST_KV = 1024  # tokens of a simulated KV cache
 OWN_ENGINES = ("sglang", "simulated")
 TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
+SIMULATED = "simulated:"  # before the name of a model that a simulated engine samples in place of
+EMBEDDED = frozenset({TINY_MODEL.name, SIMULATED + TINY_MODEL.name})  # names of what its tokenizer decodes
 
 
 @frozen(kw_only=True)
@@ -309,6 +311,8 @@ def _check_captures(config: NodeConfig) -> None:
 
 
 def _check_retention(config: NodeConfig) -> None:
+    if config.keep_mb < 1:
+        raise ConfigError("keep_mb must be at least 1 MiB")
     if not 1 <= config.keep_acknowledged_mb <= config.keep_mb:
         raise ConfigError(
             f"keep_acknowledged_mb must be 1 to keep_mb ({config.keep_mb}): what all have acknowledged goes"

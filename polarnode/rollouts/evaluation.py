@@ -92,7 +92,7 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
             log_tail=ending.log_tail,
         )
     if exit_code is None:
-        reason = f"the harness ran {order.spec.budgets.run_s:g} s and was ended"
+        reason = f"the harness ran {order.spec.budgets.run_s:g} s (budgets.run_s) and was ended"
         return Outcome(status="timeout", clock="run", reason=reason, log_tail=ending.log_tail)
     judged = exit_outcome(order.harness, exit_code, ending.turns)
     log_tail = None if judged == Outcome(status="completed", exit_code=0) else ending.log_tail
@@ -101,8 +101,10 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
 
 def spent_reason(clock: Clock, budgets: Budgets) -> str:
     """Why a run ended that a budget refused a call."""
-    if clock != "repeats":
-        return "its budget is spent"
+    if clock == "turns":
+        return f"its budget is spent: max_turns = {budgets.max_turns}"
+    if clock == "tokens":
+        return f"its budget is spent: max_tokens = {budgets.max_tokens}"
     most = budgets.max_repeats
     return f"it looped: {most} turns in a row did the same and got the same, or met the same error"
 
@@ -207,7 +209,12 @@ async def evaluated(
     except PolarnodeError as error:
         judged = error
     if judged is None:
-        return _failed(outcome, "evaluator", f"the evaluator ran {post_s:g} s and was ended", clock="post")
+        return _failed(
+            outcome,
+            "evaluator",
+            f"the evaluator ran {post_s:g} s (budgets.post_s) and was ended",
+            clock="post",
+        )
     if isinstance(judged, PolarnodeError):
         return _failed(outcome, judged.boundary, str(judged))
     return Result(outcome=outcome, verdict=judged)

@@ -169,7 +169,10 @@ def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overri
     if not where.exists():
         raise Refused(f"there is no {where}: give an existing file or folder")
     found_kind = kind or detect(where)
-    return Source(path=where, kind=found_kind, overrides=overrides or Overrides())
+    overrides = overrides or Overrides()
+    if overrides.split is not None and (found_kind != "swe" or where.is_file()):
+        raise Refused(f"{where} has no splits: leave --split out; a dataset's folder may have some")
+    return Source(path=where, kind=found_kind, overrides=overrides)
 
 
 def spec_of(found: FoundTask) -> TaskSpec:

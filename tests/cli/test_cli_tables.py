@@ -109,7 +109,7 @@ def test_each_ending_is_told_once_with_the_last_line_of_a_harness_that_failed() 
         status="failed",
         exit_code=2,
         reason="the harness ended with exit code 2",
-        log_tail="Traceback\n\x1b[31mKeyError: 'x'\n",
+        log_tail="Traceback\n\x1b[31mKeyError: 'x'\nError: read unixpacket @->/proc/self/fd/13: reset\n",
     )
     spent = Outcome(status="timeout", clock="turns", reason="its budget is spent")
     sessions = [evolve(each, outcome=failed) for each in some()] + [

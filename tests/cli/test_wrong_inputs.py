@@ -35,6 +35,8 @@ FILES = {
     "list.jsonl": "[1]\n",
     "settings.toml": "run_limt = 3\n",
     "zero.toml": "run_limit = 0\n",
+    "keep.toml": "keep_mb = -1\n",
+    "reward.toml": f'{TASK}evaluator = {{ name = "command", config = {{ script = "true", reward_fle = "x" }} }}\n',
     "folder/README": "",
 }
 WRONG: tuple[tuple[str, str], ...] = (
@@ -63,6 +65,8 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("convert empty.jsonl", "empty.jsonl is empty: it holds no task"),
     ("convert folder", "folder is no known folder of tasks"),
     ("convert trajectories.jsonl", "it is a trajectory, not a task: polarnode inspect --from"),
+    ("convert reward.toml", "evaluator.config.reward_fle is not a known field: did you mean reward_file?"),
+    ("convert --split test task.toml", "task.toml has no splits: leave --split out"),
     ("convert --harness codx none.toml", "no harness is called codx; did you mean codex?"),
     ("run --cpu --samples -1 task.toml", "-1 is not in the range 1<=x<=4096"),
     # settings
@@ -77,6 +81,7 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("run --cpu --context-length -4 task.toml", "--context-length must be at least 1 token"),
     ("run --cpu --config settings.toml task.toml", "run_limt is not a known field: did you mean run_limit?"),
     ("run --cpu --config zero.toml task.toml", "Error: run_limit must be at least 1"),
+    ("run --cpu --config keep.toml task.toml", "Error: keep_mb must be at least 1 MiB"),
     ("--cpu --host 0.0.0.0", "--host 0.0.0.0 can be reached from outside: set a bearer token"),
     ("--cpu --lora-rank -1", "--lora-rank must be 0 or more"),
     ("--cpu --adapter me", "--adapter me: write it as NAME=FOLDER"),
@@ -114,6 +119,8 @@ WRONG: tuple[tuple[str, str], ...] = (
     # no node
     ("submit task.toml --url http://127.0.0.1:9", "http://127.0.0.1:9 does not answer"),
     ("watch --url http://127.0.0.1:9", "is the node running?"),
+    ("status --url 127.0.0.1:8080", "127.0.0.1:8080 is no node's address: write http://127.0.0.1:8080"),
+    ("tasks --url ftp://node", "ftp://node is no node's address: write http://node"),
     ("export --url http://127.0.0.1:9", "is the node running?"),
 )
 VARIABLES: tuple[tuple[str, str, str], ...] = (

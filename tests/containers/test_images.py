@@ -336,7 +336,8 @@ def _command(pid: str) -> str:
 async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, reported: list[str]) -> None:
     images = Images(settings=settings(), log=tmp_path / "log", report=reported.append)
     with pytest.raises(
-        Refused, match=r"no image is called localhost/none/such; there are recipes for .*podman pull"
+        Refused,
+        match=r"no image is called localhost/none/such; there are recipes for .*image build DIR --tag localhost/none/such",
     ) as refused:
         await images.ensure("localhost/none/such")
     assert refused.value.path == "$.runtime.image"

@@ -85,7 +85,7 @@ async def test_a_task_s_image_is_looked_for_once_and_again_when_it_may_have_come
     assert answers.count(None) == 60
     [why] = {each for each in answers if each is not None}
     assert why.startswith(f"no image is called {late}; there are recipes for base, ")
-    assert why.endswith(f"podman pull {late}")
+    assert why.endswith(f"polarnode image build DIR --tag {late}")
     own = tools(tmp_path / "log")
     await own.output("tag", "localhost/polarnode/base:latest", late)
     try:

@@ -68,6 +68,7 @@ def turn(
         ),
         (1, [], "failed", "exit code 1"),
         (137, [turn(role="subagent")], "failed", "exit code 137"),
+        (127, [], "failed", "exit code 127: a program was not found in its image"),
     ],
 )
 def test_a_lying_exit_code_is_judged_by_the_turns(

@@ -56,7 +56,10 @@ async def test_an_evaluator_out_of_time_costs_the_reward_only(
         1,
     )
     if evaluator == "HANGS":
-        assert (found.outcome.clock, found.outcome.reason) == ("post", "the evaluator ran 30 s and was ended")
+        assert (found.outcome.clock, found.outcome.reason) == (
+            "post",
+            "the evaluator ran 30 s (budgets.post_s) and was ended",
+        )
     assert (found.reward, len(found.turns), len(found.traces)) == (None, 2, 1)
     assert round(found.timing.post_s) == 30
 

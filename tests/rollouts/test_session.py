@@ -113,7 +113,7 @@ async def test_a_harness_out_of_time_keeps_its_turns_and_is_judged(
     async with town(tmp_path, {"agent": agent(turns=1000, each=7.0)}) as place:
         found = await place.one(budgets={"run_s": 60.0}, evaluator="COUNTS")
     assert (found.outcome.status, found.outcome.clock, found.outcome.exit_code) == ("timeout", "run", None)
-    assert found.outcome.reason == "the harness ran 60 s and was ended"
+    assert found.outcome.reason == "the harness ran 60 s (budgets.run_s) and was ended"
     assert [turn.state for turn in found.turns] == ["complete"] * 8 + ["partial"]
     assert (found.reward, found.metrics["evaluation"]) == (9.0, {"seen": "timeout"})
     assert sum(trace.loss_mask.count(1) for trace in found.traces) == found.metrics["trainable_tokens"] > 0
@@ -291,7 +291,9 @@ async def test_a_spent_budget_ends_a_harness_that_does_not_end_for_it(
         found = await place.one(budgets=budget, evaluator="COUNTS")
     assert (found.outcome.status, found.outcome.clock, found.outcome.exit_code) == ("timeout", clock, None)
     assert found.reward == len(found.turns) == (2 if clock == "tokens" else 3)
-    assert (found.outcome.reason == "its budget is spent") is (clock != "repeats")
+    assert (f"max_{clock} = {next(iter(budget.values()))}" in (found.outcome.reason or "")) is (
+        clock != "repeats"
+    )
     assert found.timing.run_s == pytest.approx(2.0 * len(found.turns) + session_module.SPENT_GRACE)
     assert found.metrics["refusals"] == {"budget_spent": 1}
 
