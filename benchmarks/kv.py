@@ -137,6 +137,7 @@ class Run:
     _waiting: deque[Agent] = field(factory=deque, init=False)
     _running: dict[str, Agent] = field(factory=dict, init=False)
     _asking: dict[str, Agent] = field(factory=dict, init=False)
+    _known: dict[tuple[str, str], Agent] = field(factory=dict, init=False)  # whose prefix may be forgotten
     _groups: int = field(default=0, init=False)
     _agents: Any = field(factory=lambda: count(1), init=False)
     _open: dict[int, list[float]] = field(factory=dict, init=False)  # by group: starts and ends of members
@@ -180,9 +181,9 @@ class Run:
             if self.residency is not None:
                 for call in self.residency.look(self.now):
                     self._submit(self._asking[call.id])
-                for name in self.residency.displaced():
-                    if name in self._running and self.forgets:
-                        agent = self._running[name]
+                for session, chain in self.residency.forgotten():
+                    agent = self._known.pop((session, chain), None)
+                    if agent is not None and self.forgets:
                         known = agent.lengths[agent.turn - 1] + agent.samples[agent.turn - 1]
                         self.model.forget(self._pages(agent, known if agent.turn else agent.first))
 
@@ -260,6 +261,8 @@ class Run:
 
     def _submit(self, agent: Agent) -> None:
         agent.sent = self.now
+        if self.residency is not None:
+            self._known[agent.session, agent.chain] = agent
         prompt, sample = agent.lengths[agent.turn], agent.samples[agent.turn]
         pages = self._pages(agent, prompt)
         self.model.submit(

@@ -97,8 +97,13 @@ def to_generate(order: GenerateOrder, *, context_length: int, adapter: str = "")
         constraint_after=None if order.constraint is None else order.constraint_after,
         routed_from=order.routed_from,
         adapter=adapter,
-        session=order.affinity,
+        session=prefix_name(order.affinity, order.chain),
     )
+
+
+def prefix_name(session: str, chain: str) -> str:
+    """What the engine knows a conversation's prefix by; empty for a call of no session."""
+    return f"{session}/{chain}" if session else ""
 
 
 def _seed(order: GenerateOrder) -> int:

@@ -184,7 +184,7 @@ class Host:
     def _make_residents(self) -> Residents:
         return Residents(
             self.index,
-            lambda session: self.post(Forget(session=session)),
+            lambda name: self.post(Forget(session=name)),
             self._settings.sizes_path(self.index),
         )
 

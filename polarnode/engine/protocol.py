@@ -220,7 +220,8 @@ class Generate:
     `top_logprobs` alternatives come with each token; `processor` is a logit processor in SGLang's
     spelling; the constraint among the sampling parameters begins after `constraint_after`, where that is
     set. `routed_from`: the first position whose experts are reported. `adapter`: the version that samples, of
-    those that were loaded; empty: the base. `session`: whose prefix this is, so that `Forget` can name it.
+    those that were loaded; empty: the base. `session`: which conversation's prefix this is, so that `Forget`
+    can name it.
     """
 
     rid: str
@@ -253,7 +254,7 @@ class Abort:
 
 @frozen(kw_only=True)
 class Forget:
-    """What is cached of a session may go before that of others; it has no answer. A session that calls again
+    """What is cached of a conversation may go before that of others; it has no answer. One that calls again
     is remembered again.
     """
 

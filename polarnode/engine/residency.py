@@ -35,6 +35,7 @@ LENT: Final = 0.5
 GUESS_PART: Final = 8
 GUESS: Final = 64_000
 KINDS: Final = 32  # of which sizes are remembered: the harnesses of a node, several times
+RECALLED: Final = 16  # looks that what was recalled of sub-agents counts for: eight minutes
 POINTS: Final = 16  # of growth at which expectations are computed, up to the largest session's end
 # seconds without a call after which a session is forgotten: the longest tool observed
 LEASE_S: Final = 1800.0
@@ -64,12 +65,19 @@ class _Chain:
     kept: int = 0
     shared: int | None = None
     calls: int = 0  # in the engine
+    turns: int = 0
     over: bool = False
+
+    @property
+    def own(self) -> int:
+        return 0 if self.over else max(0, self.kept - (self.shared or 0))
 
 
 @define(eq=False)
 class _Session:
-    """`own`: tokens of its conversations that no other session has; `most`: that it ever had."""
+    """`own`: tokens of its conversations that no other session has, and of those `lasting`: without its
+    sub-agents', which come and go; `most`: that these ever were.
+    """
 
     name: str
     kind: str
@@ -77,6 +85,7 @@ class _Session:
     idle_since: float
     resident: bool = True
     own: int = 0
+    lasting: int = 0
     most: int = 0
     chains: dict[str, _Chain] = field(factory=dict)
     leaving: bool = False  # displaced when its call ends
@@ -93,32 +102,45 @@ class _Session:
     def calls(self) -> int:
         return sum(chain.calls for chain in self.chains.values())
 
-    def enter(self, chain: str) -> None:
-        """A call of a conversation begins. Where the first one goes on, those that it waited for, its
-        sub-agents, have ended; one in the background counts again with its next call.
+    def enter(self, chain: str) -> list[str]:
+        """A call of a conversation begins. Where the main one goes on, those that it waited for, its
+        sub-agents, have ended: they are given. One in the background counts again with its next call.
         """
         found = self.chains.setdefault(chain, _Chain())
         found.calls += 1
+        found.turns += 1
         found.over = False
-        if found is next(iter(self.chains.values())):
-            for each in self.chains.values():
-                each.over = not each.calls
+        gone: list[str] = []
+        main, *later = self._from_main()
+        if found is self.chains[main]:
+            gone = [name for name in later if not self.chains[name].calls and not self.chains[name].over]
+            for name in gone:
+                self.chains[name].over = True
         self.note()
+        return gone
 
     def note(self) -> None:
-        counted = (chain for chain in self.chains.values() if not chain.over)
-        self.own = sum(max(0, chain.kept - (chain.shared or 0)) for chain in counted)
-        self.most = max(self.most, self.own)
+        self.own = sum(chain.own for chain in self.chains.values())
+        self.lasting = self.own - sum(self.chains[name].own for name in self._from_main()[1:])
+        self.most = max(self.most, self.lasting)
+
+    def _from_main(self) -> list[str]:
+        """Its conversations from the main one on: the oldest that called twice, for a harness may ask for a
+        title first, which is one call.
+        """
+        names = list(self.chains)
+        return names[next((at for at, name in enumerate(names) if self.chains[name].turns > 1), 0) :]
 
 
 @frozen(kw_only=True)
 class Learned:
-    """The most tokens that ended sessions of each kind had, the latest last, and the margin: what a host
-    that starts again need not learn again.
+    """The most tokens that ended sessions of each kind had, the latest last, those that sub-agents add to a
+    session of it, and the margin: what a host that starts again need not learn again.
     """
 
     margin: float
     ends: Mapping[str, tuple[int, ...]]
+    passing: Mapping[str, int] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -154,7 +176,7 @@ class Residency:
     _sessions: "OrderedDict[str, _Session]" = field(factory=OrderedDict, init=False)  # oldest first
     _held: "OrderedDict[str, HeldCall]" = field(factory=OrderedDict, init=False)
     _sizes: dict[str, SessionSizes] = field(factory=dict, init=False)  # by kind
-    _displaced: list[str] = field(factory=list, init=False)
+    _forgotten: list[tuple[str, str]] = field(factory=list, init=False)
     _known: int | None = field(default=0, init=False)  # `_tokens`, as it was counted last
     # by kind, what `_expected` gave since something changed
     _forecasts: dict[str, tuple[float, float]] = field(factory=dict, init=False)
@@ -195,6 +217,7 @@ class Residency:
         if found is None:
             return []
         self._changed()
+        self._forget(found)
         if found.most:  # one that never called tells nothing of the others
             self._sizes_of(found.kind).add(found.most)
             self.feedback.ended += 1
@@ -309,11 +332,11 @@ class Residency:
         held = min((call.since + HOLD_S for call in self._held.values()), default=now + LOOK_S)
         return max(now, min(held, self.feedback.looked + LOOK_S))
 
-    def displaced(self) -> list[str]:
-        """Sessions that were displaced since this was asked: an engine that can evicts their prefixes
-        first.
+    def forgotten(self) -> list[tuple[str, str]]:
+        """Conversations, by session and chain, that ended or were displaced since this was asked: an engine
+        that can evicts their prefixes first.
         """
-        found, self._displaced = self._displaced, []
+        found, self._forgotten = self._forgotten, []
         return found
 
     def statistics(self, now: float) -> ResidencyStatistics:
@@ -341,7 +364,9 @@ class Residency:
     def learned(self) -> Learned:
         """Of the KINDS kinds whose sessions ended last."""
         ends = {kind: sizes.ends for kind, sizes in self._sizes.items() if sizes.ends}
-        return Learned(margin=self.feedback.margin, ends=dict(list(ends.items())[-KINDS:]))
+        ends = dict(list(ends.items())[-KINDS:])
+        passing = {kind: round(self._sizes[kind].passing) for kind in ends}
+        return Learned(margin=self.feedback.margin, ends=ends, passing=passing)
 
     def recall(self, learned: Learned) -> None:
         """Begin with what was learned before. Sizes that no session of this engine can have are left out."""
@@ -350,6 +375,8 @@ class Residency:
             for tokens in ends:
                 if 0 < tokens <= self.capacity:
                     self._sizes_of(kind).add(tokens)
+            if 0 < learned.passing.get(kind, 0) <= self.capacity:
+                self._sizes_of(kind).passes(learned.passing[kind], looks=RECALLED)
 
     # ── tokens ────────────────────────────────────────────────────────────────
 
@@ -391,7 +418,8 @@ class Residency:
 
     def _expected(self, kind: str, now: float) -> float:
         """The most tokens that are expected at one time if a session of `kind` begins now, and none after it.
-        All grow alike.
+        All grow alike. Sub-agents count as they are on average: those that run now are over before a session
+        that begins has grown.
         """
         running: dict[str, list[tuple[int, float]]] = {kind: [(0, 1.0)]}
         shared = self._tokens()
@@ -399,7 +427,7 @@ class Residency:
             shared -= found.own if found.resident else 0
             # displaced ones too: they come back before any begins
             weight = LENT if self._is_lent(found, now) else 1.0
-            running.setdefault(found.kind, []).append((found.own, weight))
+            running.setdefault(found.kind, []).append((found.lasting, weight))
         sizes = {each: self._sizes_of(each) for each in running}
         largest = max(LONGER * tokens for each in running.values() for tokens, _ in each)
         growth = numpy.linspace(0.0, max(largest, *(each.largest for each in sizes.values())), POINTS)
@@ -483,7 +511,7 @@ class Residency:
 
     def _enter(self, found: _Session, chain: str) -> None:
         before = found.own
-        found.enter(chain)
+        self._forgotten += [(found.name, each) for each in found.enter(chain)]
         if found.own != before:
             self._changed()
 
@@ -494,7 +522,10 @@ class Residency:
     def _displace(self, found: _Session) -> None:
         found.resident, found.leaving, found.planned = False, False, True
         self._changed()
-        self._displaced.append(found.name)
+        self._forget(found)
+
+    def _forget(self, found: _Session) -> None:
+        self._forgotten += [(found.name, name) for name, chain in found.chains.items() if not chain.over]
 
     def _correct(self, now: float) -> None:
         for name in [name for name, found in self._sessions.items() if now - found.idle_since >= LEASE_S]:
@@ -502,6 +533,14 @@ class Residency:
                 call.session == name for call in self._held.values()
             ):
                 self.over(name)
+        for kind, sizes in self._sizes.items():
+            those = [
+                found.own - found.lasting
+                for found in self._sessions.values()
+                if found.kind == kind and found.resident
+            ]
+            if those:
+                sizes.passes(sum(those) / len(those))
         away = sum(found.own for found in self._sessions.values() if self._is_away(found, now))
         total = sum(found.own for found in self._sessions.values())
         self.feedback.look(now, away=away / total if total else None)

@@ -13,7 +13,7 @@ import trio
 from attrs import define, field
 
 from polarnode.core.ports import GenerateOrder
-from polarnode.engine.calls import Call
+from polarnode.engine.calls import Call, prefix_name
 from polarnode.engine.learned_sizes import read_learned, write_learned
 from polarnode.engine.residency import HOLD_S, HeldCall, Learned, Residency, ResidencyStatistics
 
@@ -50,7 +50,7 @@ class _Holding:
 @define(eq=False)
 class Residents:
     """`machine` is None where the engine's capacity is not known, or the policy is off: then every call
-    passes. `forget` sends the engine the name of a session whose prefixes may go first. `path`: what is
+    passes. `forget` sends the engine the name of a conversation whose prefix may go first. `path`: what is
     learned of sessions, for the next node.
     """
 
@@ -104,7 +104,6 @@ class Residents:
         if self.machine is not None and self.machine.has(session):
             for call in self.machine.over(session):
                 self._let_go(call)
-            self.forget(session)
             self._look()
 
     # ── calls ─────────────────────────────────────────────────────────────────
@@ -203,8 +202,8 @@ class Residents:
         if self.machine is not None:
             for call in self.machine.look(trio.current_time()):
                 self._let_go(call)
-            for session in self.machine.displaced():
-                self.forget(session)
+            for session, chain in self.machine.forgotten():
+                self.forget(prefix_name(session, chain))
 
     def _let_go(self, call: HeldCall) -> None:
         self._waits[call.id].held.set()

@@ -17,6 +17,8 @@ Tokens = NDArray[float64]
 
 ENDS: Final = 64  # sessions whose sizes are remembered: a step of a trainer
 GUESSES: Final = 4  # ends before which a guess makes up the number: one short session must not speak for all
+# weight of a look at sub-agents in their mean: that of 25 minutes, for only few sessions have some at once
+LEARNED: Final = 0.02
 LONGER: Final = 1.25  # of the largest size seen, that a session may yet reach
 
 
@@ -27,14 +29,23 @@ class SessionSizes:
 
     How many reach a size is the estimate of Kaplan and Meier (1958), which takes a session that still runs
     for at least as large as it is. Without it the first to end, the short ones, would speak for all.
+
+    `passing`: tokens of sub-agents that one has on average at any time.
     """
 
     guess: int
+    passing: float = field(default=0.0, init=False)
+    _looks: int = field(default=0, init=False)
     _ends: "deque[int]" = field(factory=lambda: deque(maxlen=ENDS), init=False)
 
     def add(self, tokens: int) -> None:
         """A session ended that had so many."""
         self._ends.append(tokens)
+
+    def passes(self, tokens: float, *, looks: int = 1) -> None:
+        """In so many looks at all sessions, their sub-agents have so many tokens on average."""
+        self._looks += looks
+        self.passing += max(LEARNED, looks / self._looks) * (tokens - self.passing)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -48,7 +59,8 @@ class SessionSizes:
 
     def expected(self, running: Sequence[tuple[int, float]], growth: Tokens) -> Tokens:
         """Tokens, float64[G], that sessions are expected to have together when each has grown by `growth`,
-        float64[G]. One that has ended by then has none. `running`: the tokens of each now, and its weight.
+        float64[G], those of sub-agents too. One that has ended by then has none. `running`: the tokens of
+        each now, without sub-agents, and its weight.
         """
         now, weight = numpy.array(running).T
         ends, sizes = numpy.sort(self._known()), numpy.sort(now)
@@ -60,7 +72,7 @@ class SessionSizes:
         reached = larger[numpy.searchsorted(ends, now, "right")][:, None]
         part = numpy.divide(reach, reached, out=numpy.ones_like(reach), where=reached > 0)
         part[then > max(ends[-1], LONGER * sizes[-1])] = 0.0
-        found: Tokens = weight @ (then * numpy.minimum(part, 1.0))
+        found: Tokens = weight @ ((then + self.passing) * numpy.minimum(part, 1.0))
         return found
 
     def _known(self) -> list[int]:

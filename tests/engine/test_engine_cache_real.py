@@ -16,6 +16,7 @@ from cache_calls import CacheFigures, Shape, lives, played, rounds
 from engine_reference import TOLERANCE, Reference, difference, settings, temporary
 from fakes_engine import joined, order, sample
 
+from polarnode.engine.calls import prefix_name
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Forget, Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
@@ -125,7 +126,7 @@ def close(ones: Sequence[CacheFigures], others: Sequence[CacheFigures], share: f
 
 
 def forget(engines: Engines, session: str) -> None:
-    engines._hosts[0].post(Forget(session=session))
+    engines._hosts[0].post(Forget(session=prefix_name(session, "")))
 
 
 async def cached(engines: Engines, prompt: Sequence[int], session: str) -> int:

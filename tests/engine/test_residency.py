@@ -327,7 +327,56 @@ def test_a_sub_agent_counts_until_its_session_goes_on() -> None:
     assert found.statistics(4.0).tokens == 31_000 + 8_000
     found.ended("s0", "a", tokens=None, now=5.0)
     found.over("s0")
-    assert found.learned().ends["pi"] == (46_000,), "the most that it ever had"
+    assert found.learned().ends["pi"] == (31_000,), "the most that it ever had without them"
+
+
+def with_sub_agents() -> Residency:
+    """Of two sessions with 20,000 tokens of their own, one waits for two sub-agents with 8,000 each."""
+    found = filled(20_000, 20_000, capacity=200_000)
+    for child in ("a", "b"):
+        assert found.ask(child, "s0", child, 1.0)
+        found.read("s0", child, prompt=8_000, cached=0, seconds=1.0)
+        found.ended("s0", child, tokens=8_000, now=2.0)
+    return found
+
+
+def test_sub_agents_count_for_what_they_are_on_average() -> None:
+    found, before = with_sub_agents(), filled(20_000, 20_000, capacity=200_000)
+    assert found._expected("pi", 3.0) == before._expected("pi", 3.0), "these are over soon"
+    found.look(LOOK_S)
+    # of 4 guesses of 25,000, two sessions reach their end from 20,000, and one that begins grows as they do
+    assert found._expected("pi", 40.0) == before._expected("pi", 40.0) + 3 * 8_000
+    after = Residency(capacity=200_000)
+    found.over("s1")
+    after.recall(found.learned())
+    assert after._sizes_of("pi").passing == 8_000
+    after.recall(Learned(margin=0.8, ends={"pi": (5,), "codex": (5,)}, passing={"codex": 200_001}))
+    assert after._sizes_of("codex").passing == 0, "no engine of this size can have that"
+
+
+def test_the_engine_is_told_which_conversations_may_go_first() -> None:
+    found = with_sub_agents()
+    assert not found.forgotten()
+    assert found.ask("c", "s0", "c", 3.0)
+    turn(found, "s0", 21_000, 3.0, cached=20_000)
+    assert found.forgotten() == [("s0", "a"), ("s0", "b")], "c is in the engine, and may be in the background"
+    turn(found, "s0", 22_000, 4.0, cached=21_000)
+    assert not found.forgotten(), "once is enough"
+    found.over("s0")
+    assert found.forgotten() == [("s0", MAIN), ("s0", "c")]
+
+
+def test_a_title_that_is_asked_for_first_is_no_session() -> None:
+    found = Residency(capacity=100_000)
+    found.begin("s0", "pi", 0.0)
+    for number, (chain, tokens) in enumerate([("title", 500), (MAIN, 10_000), (MAIN, 11_000), ("a", 8_000)]):
+        assert found.ask("call", "s0", chain, float(number))
+        found.read("s0", chain, prompt=tokens, cached=0, seconds=1.0)
+        found.ended("s0", chain, tokens=tokens, now=float(number))
+    assert found.statistics(9.0).tokens == 500 + 11_000 + 8_000
+    turn(found, "s0", 12_000, 9.0, cached=11_000)
+    assert found.statistics(9.0).tokens == 500 + 12_000
+    assert found.forgotten() == [("s0", "a")]
 
 
 def test_a_displaced_session_goes_on_while_the_allowance_has_its_tokens() -> None:
