@@ -31,6 +31,9 @@ CONFIGURED, USER, GROUP = (
     "_CONTAINERS_ROOTLESS_GID",
 )
 PASSED_ON = (CONFIGURED, USER, GROUP, "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+# Into the working directory again, by its name: the one brought along is of the other mount namespace,
+# and has no name in this one, so that `podman build DIR` did not find a relative DIR
+FOUND_AGAIN = 'cd "$0" 2>/dev/null; exec "$@"'
 HOLDERS = ("catatonit", "podman pause", "podman")  # what Podman keeps in it, by its version
 ADMINISTRATOR = (
     "an administrator has to run, once: apt-get install --no-install-recommends podman uidmap catatonit;"
@@ -83,7 +86,8 @@ def enter_user_namespace(argv: Sequence[str] = sys.orig_argv) -> None:
         raise RuntimeFault("nsenter is not installed: apt-get install util-linux")
     own = {CONFIGURED: "done", USER: str(os.getuid()), GROUP: str(os.getgid())}
     words = ["--user", "--mount", "--target", str(pause), "--setuid", "0", "--setgid", "0", "--wd=."]
-    os.execve(nsenter, [nsenter, *words, "--", sys.executable, *argv[1:]], {**os.environ, **own})
+    within = ["sh", "-c", FOUND_AGAIN, os.getcwd()]
+    os.execve(nsenter, [nsenter, *words, "--", *within, sys.executable, *argv[1:]], {**os.environ, **own})
 
 
 def _pause_process() -> int:

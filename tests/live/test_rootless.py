@@ -96,7 +96,7 @@ def test_sessions_run_are_ended_and_leave_nothing(user: User, base_image: Path) 
     (user.home / "image" / "Containerfile").write_text(
         "FROM localhost/polarnode/base\nRUN touch /work/given\n"
     )
-    build = ("-m", "polarnode.cli", "image", "build", str(user.home / "image"), "--tag", "mine/agent")
+    build = ("-m", "polarnode.cli", "image", "build", "image", "--tag", "mine/agent")
     refused = user.run(sys.executable, "-B", *build)
     assert ".polarnode cannot be written: set POLARNODE_STATE_DIR to another folder" in refused.stderr
     state = f"POLARNODE_STATE_DIR={user.home / 'home' / 'state'}"
