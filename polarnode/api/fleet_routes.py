@@ -71,6 +71,7 @@ class FleetRoutes:
             ("POST", "/v1/fleet/tasks", self.submit),
             ("DELETE", "/v1/fleet/tasks/<task_id>", self.drop),
             ("PUT", "/v1/fleet/tasks/<task_id>/places/<int:place>", self.commit),
+            ("PUT", "/v1/fleet/tasks/<task_id>/places/<int:place>/snapshot", self.snapshot),
             ("POST", "/v1/fleet/adopt", self.adopt),
             ("POST", "/v1/fleet/seconds", self.seconds),
             ("POST", "/v1/fleet/resume", self.resume),
@@ -140,6 +141,21 @@ class FleetRoutes:
             staged=request.args.get("staged") == "true",
         )
         return json_response(plain(found))
+
+    async def snapshot(self, task_id: str, place: int) -> Response:
+        """A piece of the copy of a snapshot."""
+        piece = b"".join([part async for part in request.body])
+        session, turn = request.args.get("session", ""), _number("turn")
+        await self.node.homes.snapshots.receive(
+            task_id,
+            place,
+            f"{session} {turn}",
+            _epoch(),
+            offset=_number("offset"),
+            size=_number("size"),
+            piece=piece,
+        )
+        return json_response({})
 
     async def adopt(self) -> Response:
         order = await _body(AdoptOrder)

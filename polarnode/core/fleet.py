@@ -6,7 +6,8 @@ Times are seconds since the epoch.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
+from urllib.parse import quote, urlencode
 
 from attrs import field, frozen
 
@@ -14,6 +15,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.task import TaskSpec
 
 Role = Literal["home", "second", "former"]
+FLEET: Final = "/v1/fleet/tasks"
 
 
 @frozen(order=True)
@@ -24,6 +26,12 @@ class Epoch:
 
     term: int
     number: int
+
+
+def place_path(task_id: str, place: int, epoch: Epoch, *, of: str = "", **query: object) -> str:
+    """The path of PUT /v1/fleet/tasks/{task_id}/places/{place}, `of` what of it."""
+    at = {**query, "epoch_term": epoch.term, "epoch_number": epoch.number}
+    return f"{FLEET}/{quote(task_id)}/places/{place}{of}?{urlencode(at)}"
 
 
 @frozen(kw_only=True)

@@ -7,7 +7,7 @@ the home of a later epoch replaces all of them at once, staged under a name of t
 """
 
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from struct import Struct
 from typing import Any, Final
@@ -20,7 +20,7 @@ from polarnode.core.codec.tasks import task_json
 from polarnode.core.errors import Unreadable
 from polarnode.core.fleet import Adoption, CopyRow, Epoch, Moved, Role, TaskCopy
 from polarnode.core.task import TaskSpec
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.journal.damage import Damage, check, checksum, decoding, note
 from polarnode.journal.entries import (
     ROW_BYTES,
@@ -54,8 +54,22 @@ class EndedResult:
 
 def pack_result(trajectory: Trajectory, at: float, *, turns: bool = True) -> bytes:
     """A result as a commit has it; without its turns as `held` has it, beside the rows of its turns."""
-    parts = [pack_trajectory(trajectory), *(map(pack_turn, trajectory.turns) if turns else ())]
+    return _packed(at, [pack_trajectory(trajectory), *(map(pack_turn, trajectory.turns) if turns else ())])
+
+
+def _packed(at: float, parts: Sequence[bytes]) -> bytes:
     return _HEAD.pack(at, len(parts)) + b"".join(_PART.pack(len(part)) + part for part in parts)
+
+
+def pack_turns(turns: Iterable[Turn]) -> bytes:
+    """Turns as the copy of a snapshot has them."""
+    return _packed(0.0, list(map(pack_turn, turns)))
+
+
+def read_turns(data: bytes) -> tuple[Turn, ...]:
+    """What `pack_turns` wrote, of one turn at least. Raises Unreadable."""
+    with decoding():
+        return tuple(map(unpack_turn, _parts(data)[1]))
 
 
 def read_result(data: bytes) -> EndedResult:
@@ -338,6 +352,22 @@ def holder_of(db: sqlite3.Connection, task_id: str, place: int) -> str:
         ).fetchone()
     )
     return "" if row is None else str(row[0])
+
+
+def keeps_place(db: sqlite3.Connection, task_id: str, place: int, epoch: Epoch | None = None) -> bool:
+    """Whether a place of a task of this journal is open: as second home, of this epoch if one is named, or as
+    home.
+    """
+    row = _role_of(db, task_id)
+    if row is None or row[0] == "former" or (epoch is not None and row != ("second", epoch)):
+        return False
+    query = (
+        "SELECT 1 FROM commits WHERE task_id = ? AND place = ?"
+        if row[0] == "second"
+        else "SELECT 1 FROM sessions WHERE task_id = ? AND sample_index = ? AND retried_as IS NULL AND"
+        " (outcome IS NOT NULL OR session_id IN (SELECT session_id FROM held))"
+    )
+    return db.execute(query, (task_id, place)).fetchone() is None
 
 
 def committed(db: sqlite3.Connection, task_id: str, place: int) -> EndedResult | None:

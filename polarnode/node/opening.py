@@ -57,6 +57,7 @@ from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
+from polarnode.rollouts.snapshot_copies import KeptSnapshots
 from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.bounded import private_folder
 from polarnode.support.concurrency import PrioritySemaphore, open_background
@@ -190,20 +191,20 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
             adapters = await _restored(config, weights, report)
             images = Images(settings=runtimes.settings, log=state / "images.log", report=report)
             served = _served(engines, model)
-            recordings = Recordings(Path(config.record_requests)) if config.record_requests else None
-            plane = ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
+            plane = _plane(config, served)
+            copies = _snapshot_copies(config, journal)
             async with (
                 _open_sessions(
-                    config, journal, engines, runtimes, images, judges, model, plane, scoring
+                    config, journal, engines, runtimes, images, judges, model, plane, scoring, copies
                 ) as scheduler,
-                open_homes(config.token, journal, scheduler, report) as homes,
+                open_homes(config.token, journal, scheduler, copies, report) as homes,
             ):
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
                         open_loop_lag() as lag,
                         _open_evaluations(config, journal, scheduler) as evaluations,
-                        open_captures(config, journal, scheduler, served, recordings) as captures,
+                        open_captures(config, journal, scheduler, served, plane.recordings) as captures,
                     ):
                         node = Node(
                             config=config,
@@ -329,6 +330,7 @@ async def _open_sessions(
     model: LoadedModel,
     plane: ModelPlane,
     scoring: Scoring,
+    copies: KeptSnapshots,
 ) -> AsyncIterator[Scheduler]:
     def serve_endpoint(session_id: str, listener: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), listener)
@@ -356,6 +358,7 @@ async def _open_sessions(
         places=engines,
         fork_parent=journal.fork_parent,
         earlier_attempts=journal.earlier_attempts,
+        copies=copies,
     )
     async with (
         open_background(services.freezer.run),
@@ -383,6 +386,21 @@ async def _open_evaluations(
 def sessions_dir(config: NodeConfig) -> Path:
     """Logs and artifacts of sessions."""
     return Path(config.state_dir) / "sessions"
+
+
+def _plane(config: NodeConfig, served: Model) -> ModelPlane:
+    recordings = Recordings(Path(config.record_requests)) if config.record_requests else None
+    return ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
+
+
+def _snapshot_copies(config: NodeConfig, journal: Journal) -> KeptSnapshots:
+    sessions = sessions_dir(config)
+    return KeptSnapshots(
+        folder=sessions.with_name("sessions.copies"),
+        sessions=sessions,
+        reserve=config.disk_reserve_mb << 20,
+        journal=journal,
+    )
 
 
 def _served(engines: Engines, model: LoadedModel) -> Model:

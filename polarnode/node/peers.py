@@ -6,6 +6,7 @@ link is closed, so that nothing is sent to a machine that lost its name.
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import trio
@@ -18,6 +19,7 @@ from polarnode.fleet.link import Link
 from polarnode.journal.journal import Journal
 from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.second_homes import SecondHomes
+from polarnode.rollouts.snapshot_copies import KeptSnapshots
 from polarnode.support.concurrency import open_background
 
 CLOSE_S = 3.0  # for connections to be closed
@@ -60,18 +62,22 @@ class PeerLinks:
 
 @asynccontextmanager
 async def open_homes(
-    token: str | None, journal: Journal, scheduler: Scheduler, report: Callable[[str], None]
+    token: str | None,
+    journal: Journal,
+    scheduler: Scheduler,
+    snapshots: KeptSnapshots,
+    report: Callable[[str], None],
 ) -> AsyncIterator[SecondHomes]:
     """A node's part in a fleet, as its journal has it. Sessions of an earlier run are recovered, except
     those of tasks that a front must confirm first.
     """
     links = PeerLinks(token)
-    homes = SecondHomes(journal=journal, scheduler=scheduler, ask=links.ask)
+    homes = SecondHomes(journal=journal, scheduler=scheduler, ask=links.ask, snapshots=snapshots)
     await homes.load()
     scheduler.registry.homes = homes
     await recover(journal, scheduler, report, skips=homes.waits)
     try:
-        async with open_background(homes.run):
+        async with open_background(homes.run), open_background(partial(snapshots.run, homes)):
             yield homes
     finally:
         with trio.move_on_after(CLOSE_S, shield=True):

@@ -9,22 +9,23 @@ Invariant: an attempt that cannot go on begins from the start, as without snapsh
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import trio
 from attrs import evolve, frozen
 
-from polarnode.core.errors import ForkError, JournalError
+from polarnode.core.errors import ForkError, JournalError, Refused, RuntimeFault
 from polarnode.core.task import ForkSpec
 from polarnode.core.trajectory import ContinuedFrom, Outcome
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.groups.group import lost_to_the_machine
 from polarnode.journal.forks import EarlierAttempt
 from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.resuming import Resumption, State, find_state
+from polarnode.rollouts.resuming import Resumption, State, find_snapshot, find_state
 from polarnode.rollouts.services import NodeServices, SessionOrder
-from polarnode.rollouts.snapshots import list_snapshots, share
+from polarnode.rollouts.snapshots import archive_path, list_snapshots, remove, share
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +42,17 @@ class Continuation:
 
     async def begin(self, services: NodeServices, live: LiveSession) -> Resumption:
         """Give the session the turns and the snapshot. Its identity is in the journal already."""
-        fork, state = self.identity.forked_from, self.state
-        found = state.begin(services, live, inherited=0 if fork is None else fork.got)
-        try:
-            shared = await trio.to_thread.run_sync(
-                share, services.log_dir, state.snapshot, self.identity.session_id
-            )
-        except OSError as error:
-            logger.warning("session %s has no snapshot of its beginning: %s", live.session_id, error)
-            return found
-        return evolve(found, snapshot=shared)
+        fork, snapshot = self.identity.forked_from, self.state.snapshot
+        found = self.state.begin(services, live, inherited=0 if fork is None else fork.got)
+        if snapshot.session_id != self.identity.session_id:
+            make_own = partial(share, services.log_dir, snapshot, self.identity.session_id)
+            try:
+                found = evolve(found, snapshot=await trio.to_thread.run_sync(make_own))
+            except OSError as error:
+                logger.warning("session %s has no snapshot of its beginning: %s", live.session_id, error)
+                return found
+        services.copies.taken(self.identity, snapshot.turn)
+        return found
 
 
 async def find_continuation(order: SessionOrder, services: NodeServices) -> Continuation | None:
@@ -59,31 +61,60 @@ async def find_continuation(order: SessionOrder, services: NodeServices) -> Cont
     if not (order.identity.attempt and able and spec.wanted and spec.resume_lost):
         return None
     session_id = order.identity.session_id
-    with trio.move_on_after(LOOKING_S):
-        try:
+    earlier: Sequence[EarlierAttempt] | None = None
+    try:
+        with trio.move_on_after(LOOKING_S):
             earlier = await services.earlier_attempts(order.identity)
-        except JournalError as error:
-            logger.warning("session %s begins from the start: %s", session_id, error)
-            return None
-        for attempt in _usable(earlier):
-            found = await _continued(order, services, attempt)
-            if found is not None:
-                return found
-    logger.info("session %s begins from the start: there is no snapshot to go on from", session_id)
-    return None
+    except JournalError as error:
+        logger.warning("session %s: %s", session_id, error)
+    found = None if earlier is None else await _looked(order, services, earlier)
+    if found is None:
+        logger.info("session %s begins from the start: there is no state to go on with", session_id)
+        return None
+    whose = found.identity.continued_from
+    if whose is not None:
+        logger.info("session %s goes on with turn %d of %s", session_id, whose.turn, whose.session_id)
+    return found
 
 
-def _usable(attempts: Sequence[EarlierAttempt]) -> Iterator[EarlierAttempt]:
-    """The earlier attempts of a place whose states are on the way to its last one, the last one first."""
-    for attempt in attempts:
+async def _looked(
+    order: SessionOrder, services: NodeServices, earlier: Sequence[EarlierAttempt]
+) -> Continuation | None:
+    """The last state on the way to a place's last attempt, or the copy of one that another node had."""
+    for attempt in earlier:
         if attempt.outcome is None or not lost_to_the_machine(attempt.outcome):
-            return
+            return None
         went_on = attempt.identity.continued_from is not None
         if went_on and not attempt.got_on and attempt.outcome.status == "error":
-            return  # that state may be what ended it
-        yield attempt
-        if attempt.got_on and not went_on:
-            return  # it began from the start: what came before it is another way
+            return None  # that state may be what ended it
+        found = await _continued(order, services, attempt)
+        if found is not None or (attempt.got_on and not went_on):
+            return found  # it began from the start: what came before it is another way
+    return await _copied(order, services)
+
+
+async def _copied(order: SessionOrder, services: NodeServices) -> Continuation | None:
+    """The state of which this node keeps a copy, as the second home of the task."""
+    who, kept = order.identity, None
+    try:
+        kept = await services.copies.install(who.task_id, who.sample_index, who.session_id)
+        if kept is None:
+            return None
+        await services.ensure_image(order.runtime.image)
+        own = ForkSpec(session=who.session_id, turn=kept.turn)
+        snapshot = await find_snapshot(services, order.spec, own, order.harness)
+        fork = kept.identity.forked_from
+        if fork is not None and kept.turn < fork.got:
+            raise ForkError("it was still being given its parent's answers")
+    except (ForkError, Refused, RuntimeFault) as error:
+        logger.warning("session %s does not go on with a copy: %s", who.session_id, error)
+        if kept is not None:
+            archive = archive_path(services.log_dir, who.session_id, kept.turn)
+            await trio.to_thread.run_sync(remove, archive)
+        return None
+    state = State(order=order, snapshot=snapshot, turns=kept.turns)
+    went_on = ContinuedFrom(session_id=kept.identity.session_id, turn=kept.turn, run_s=kept.run_s)
+    return Continuation(state=state, identity=evolve(who, continued_from=went_on, forked_from=fork))
 
 
 async def _continued(
@@ -100,7 +131,6 @@ async def _continued(
         except ForkError as error:
             logger.warning("session %s does not go on: %s", order.identity.session_id, error)
             continue
-        logger.info("session %s goes on with turn %d of session %s", order.identity.session_id, turn, name)
         went_on = ContinuedFrom(session_id=name, turn=turn, run_s=state.snapshot.run_s)
         return Continuation(
             state=state, identity=evolve(order.identity, continued_from=went_on, forked_from=fork)

@@ -20,6 +20,7 @@ from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import structure
 from polarnode.core.errors import Conflict, PolarnodeError, Refused
 from polarnode.core.fleet import (
+    FLEET,
     Adoption,
     Committed,
     CopyOrder,
@@ -32,6 +33,7 @@ from polarnode.core.fleet import (
     Role,
     TaskCopy,
     TermOrder,
+    place_path,
 )
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal import copies
@@ -42,13 +44,13 @@ from polarnode.rollouts.lifecycle import Homes, new_session_id
 from polarnode.rollouts.office import Office
 from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.session import Session
+from polarnode.rollouts.snapshot_copies import KeptSnapshots
 
 logger = logging.getLogger(__name__)
 
 # after a second home that did not answer: one that is gone costs a refused connection every two seconds
 PAUSES: Final = Backoff(first_s=0.1, longest_s=2.0)
 DROP_S: Final = 2.0  # between looks at finished tasks whose copies can go: nobody waits for it
-FLEET: Final = "/v1/fleet/tasks"
 
 
 # One request to another node of the fleet (`node.peers`): its status and JSON; None without a whole answer
@@ -76,6 +78,7 @@ class SecondHomes(Homes):
     journal: Journal
     scheduler: Scheduler
     ask: AskPeer
+    snapshots: KeptSnapshots
     office: Office = field(factory=Office)
     ended: EndedCopies = field(factory=EndedCopies)
     peers: Mapping[str, Peer] = field(factory=dict)
@@ -109,6 +112,11 @@ class SecondHomes(Homes):
     def outlives(self, task_id: str) -> bool:
         task = self._tasks.get(task_id)
         return task is not None and task.role == "home" and task.second != ""
+
+    def second_of(self, task_id: str) -> tuple[Epoch, Peer] | None:
+        """The second home of a task of this home; None where it has none, or is not known."""
+        peer = self.peers.get(self._tasks[task_id].second) if self.outlives(task_id) else None
+        return None if peer is None else (self._tasks[task_id].epoch, peer)
 
     @property
     def digest(self) -> str:
@@ -424,7 +432,7 @@ class SecondHomes(Homes):
             if not task.synced and not await self._synchronised(task_id, task):
                 return False
             body = await self.journal.read(partial(copies.pack_result, whole, result.at))
-            path = _place(task_id, whole, epoch)
+            path = place_path(task_id, whole.sample_index, epoch, session=whole.session_id)
             answer = await self._asked(second, "PUT", path, body=body)
             if task.epoch != epoch or task.role != "home" or answer is None:
                 return False
@@ -486,7 +494,7 @@ class SecondHomes(Homes):
                 continue
             at = await self.journal.query(copies.ended_at, session_id)
             body = await self.journal.read(partial(copies.pack_result, whole, at))
-            path = _place(task_id, whole, epoch) + "&staged=true"
+            path = place_path(task_id, whole.sample_index, epoch, session=session_id, staged="true")
             if await self._asked(second, "PUT", path, body=body) is None:
                 return False
             places += 1
@@ -587,8 +595,3 @@ class SecondHomes(Homes):
         self.changes += 1
         changed, self._changed = self._changed, trio.Event()
         changed.set()
-
-
-def _place(task_id: str, whole: Trajectory, epoch: Epoch) -> str:
-    at = {"session": whole.session_id, "epoch_term": epoch.term, "epoch_number": epoch.number}
-    return f"{FLEET}/{quote(task_id)}/places/{whole.sample_index}?{urlencode(at)}"

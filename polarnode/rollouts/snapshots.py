@@ -121,7 +121,8 @@ def _listed(folder: Path, session_id: str) -> Iterator[SnapshotStatus]:
             yield evolve(status, resumable=False, why_not="its archive is gone") if gone else status
 
 
-def _write(snapshot: Snapshot, to: Path) -> None:
+def write(snapshot: Snapshot, to: Path) -> None:
+    """Write what makes a snapshot one, to its place `beside` the archive."""
     with written_whole(to) as file:
         file.write(dump_json(plain(snapshot)))
 
@@ -140,7 +141,7 @@ def share(folder: Path, snapshot: Snapshot, session_id: str) -> Snapshot:
     archive, own = archive_path(folder, session_id, snapshot.turn), evolve(snapshot, session_id=session_id)
     archive.unlink(missing_ok=True)
     os.link(theirs, archive)
-    _write(own, beside(archive))
+    write(own, beside(archive))
     return own
 
 
@@ -206,6 +207,7 @@ class SessionSnapshots:
             self.not_taken[why] += 1
         elif certain:
             self._last = turn
+            self.services.copies.taken(self.order.identity, turn)
         else:
             self._undecided.add(turn)
         await self._evict()
@@ -216,6 +218,7 @@ class SessionSnapshots:
         """
         with trio.move_on_after(CLOSING_S, shield=True):
             await self._decide(over=True)
+        self.services.copies.over(self.order.identity)
         turns: list[Json] = [*sorted(self._kept)]
         not_taken: dict[str, Json] = {**self.not_taken}
         removed: dict[str, Json] = {**self.removed}
@@ -273,7 +276,7 @@ class SessionSnapshots:
                 snapshot = self._snapshot(plan, request, files, processes - (self._at_first or frozenset()))
                 held = round(trio.current_time() - began, 3)
                 snapshot = evolve(snapshot, seconds=held, run_s=round(spent, 3))
-                await trio.to_thread.run_sync(_write, snapshot, beside(archive))
+                await trio.to_thread.run_sync(write, snapshot, beside(archive))
             finally:
                 if not beside(archive).exists():
                     archive.unlink(missing_ok=True)
@@ -321,7 +324,9 @@ class SessionSnapshots:
         for index in sorted(self._undecided):
             if index in ended or over:
                 self._undecided.discard(index)
-                if not passes(self.order.spec.snapshot_at, turns, index):
+                if passes(self.order.spec.snapshot_at, turns, index):
+                    self.services.copies.taken(self.order.identity, index)
+                else:
                     await self._remove(index, "rule")
 
     async def _evict(self) -> None:

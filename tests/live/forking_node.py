@@ -2,7 +2,7 @@
 tool result says what is in the workdir. `run` is `polarnode`, with its arguments.
 
 What to say follows from the prompt and the session's name alone, so that forks of one state go different ways.
-A case in the instruction ("This is case long-8.") gives the number of calls; `living` leaves a process behind.
+A case in the instruction ("This is case long-8.") gives the number of calls; `living` leaves a process behind, `slow` takes half a second a call.
 """
 
 import re
@@ -62,6 +62,8 @@ class ForkingEngine(HollowEngine):
         work = WORK[number % len(WORK)]
         if found[1] == "living" and place == 1:
             work = "setsid sleep 600 > /dev/null 2>&1 < /dev/null &"
+        if found[1] == "slow":
+            work += "\nsleep 0.5"
         line = f"echo before={DIGEST}\n({work})\necho code=$? after={DIGEST}"
         return Step(f"Step {place}, {number}.", (shell(harness, line),))
 

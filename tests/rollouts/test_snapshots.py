@@ -226,7 +226,7 @@ async def test_a_disk_without_room_and_one_that_fails_are_counted(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(snapshots, "_write", full)
+        monkeypatch.setattr(snapshots, "write", full)
         found = await here.one(snapshot_at=SnapshotSpec(turns=(1,)))
     assert told(found)["not_taken"] == {"fault": 1}
     assert files(tmp_path) == [], "an archive without what is beside it is no snapshot"
