@@ -31,7 +31,7 @@ from examples.grpo.learner import Learner, Recipe
 from examples.grpo.own_node import own_node
 from examples.grpo.train import Plan, Run
 from polarnode.client import PolarnodeClient
-from polarnode.groups.fork_policy import ForkRule
+from polarnode.core.task import ForkRule
 
 TEACHER = "big"  # the node's name of it
 PACKAGED = Path(__file__).parents[2] / "polarnode" / "models" / "tiny"

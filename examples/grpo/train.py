@@ -18,11 +18,8 @@ from examples.grpo.retold import retold
 from examples.grpo.rows import Row
 from examples.tiny_policy.tasks import Task
 from polarnode.client import PolarnodeClient
-from polarnode.client.trees import sample_trees
-from polarnode.core.codec import read_task
-from polarnode.core.task import TaskSpec
-from polarnode.groups import Estimator, ForkPolicy, Group, forests_of, rows_of, tree_rows_of
-from polarnode.groups.fork_policy import ForkRule
+from polarnode.core.task import ForkRule
+from polarnode.groups import Estimator, Group, forests_of, rows_of, tree_rows_of
 
 # nats: on weights that sampled a token the trainer's own logprob is the recorded one, or something is wrong
 TRUTH = 1e-3
@@ -70,7 +67,6 @@ class Run:
     curve: list[float] = field(default_factory=list)
     _waiting: dict[str, Group] = field(default_factory=dict)
     _stream: Iterator[Group] | None = None
-    _trees: dict[str, TaskSpec] = field(default_factory=dict)  # tasks that are sampled as trees
     _trained: int = 0  # tokens
     _served: str | None = None  # the adapter that tasks name, once the node has it
 
@@ -100,7 +96,7 @@ class Run:
     def step(self, step: int, names: Sequence[str]) -> dict[str, Any]:
         """Wait for a step's groups, learn from them, and let the node serve what was learned."""
         asked = time.monotonic()
-        groups = self.grown(names) if self.plan.per_session else self.collect(names)
+        groups = self.collect(names)
         came = time.monotonic()
         rows = self.rows(groups)
         done = self.learner.learn(rows)
@@ -173,20 +169,17 @@ class Run:
         asked: list[Task] = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
         names = [f"{self.mark}step-{step}-{number}" for number in range(len(asked))]
         for name, task in zip(names, asked, strict=True):
+            fork = {"at": plan.fork_at, "per_session": plan.per_session} if plan.per_session else None
             spec = self.asked(
-                task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder
+                task,
+                name=name,
+                harness=plan.harness,
+                samples=plan.samples,
+                builder=plan.builder,
+                group=fork and {"fork": fork},
             )
-            if plan.per_session:
-                self._trees[name] = read_task(spec)
-            else:
-                self.client.submit({**spec, "carry": {"teacher": plan.teacher}} if plan.teacher else spec)
+            self.client.submit({**spec, "carry": {"teacher": plan.teacher}} if plan.teacher else spec)
         return names
-
-    def grown(self, names: Sequence[str]) -> list[Group]:
-        """The groups of these tasks' sessions and of the forks of those, once all are over."""
-        specs = [self._trees.pop(name) for name in names]
-        policy = ForkPolicy(at=self.plan.fork_at, per_session=self.plan.per_session)
-        return [group for forest in sample_trees(self.client, specs, policy) for group in forest]
 
     def collect(self, names: Sequence[str]) -> list[Group]:
         """The groups of these tasks, in this order, as soon as all are over. Others that come meanwhile are

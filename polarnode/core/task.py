@@ -191,6 +191,28 @@ class CarrySpec:
     teacher: str = ""
 
 
+ForkRule = Literal["even", "entropy"]
+
+
+@frozen(kw_only=True)
+class ForkPolicy:
+    """Which sessions of a group are forks of its others: `per_session` of each session that begins without
+    one (a root), before the turns of `at`, one after another and again from the first, or before turns that a
+    rule chooses: `even` spreads them over the root, `entropy` takes the least certain.
+
+    `by`: how, as in `ForkSpec`; None is `resume` where the harness can and the task takes snapshots, `replay`
+    elsewhere.
+    """
+
+    at: tuple[int, ...] | ForkRule = "even"
+    per_session: int = 1
+    by: Literal["resume", "replay"] | None = None
+
+    def roots(self, num_samples: int) -> int:
+        """How many of so many sessions begin without a fork."""
+        return num_samples // (1 + self.per_session)
+
+
 @frozen(kw_only=True)
 class GroupSpec:
     """What a trainer requires of all sessions of a task. A session is usable when it has a reward and at
@@ -203,6 +225,7 @@ class GroupSpec:
       over it is unusable (`drop`) or only marked (`mark`).
     * `drop_uniform_reward`: drop a group whose usable rewards are all equal, because it has no training
       signal.
+    * `fork`: make the group a tree: some of its `num_samples` sessions are forks of the others.
     """
 
     early_stop_min: int | None = None
@@ -210,6 +233,7 @@ class GroupSpec:
     max_staleness: int | None = None
     stale: Literal["drop", "mark"] = "drop"
     drop_uniform_reward: bool = False
+    fork: ForkPolicy | None = None
 
 
 @frozen(kw_only=True)

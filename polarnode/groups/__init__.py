@@ -4,9 +4,10 @@ Pure. A session counts once, however many rows it became; a session lost to the 
 as a failure of the agent.
 """
 
-from polarnode.groups.fork_policy import ForkPolicy
+from polarnode.core.task import ForkPolicy
 from polarnode.groups.group import (
     EARLY_STOP,
+    NOT_FORKED,
     STALE,
     Facts,
     Group,
@@ -37,6 +38,7 @@ from polarnode.groups.trees import TreeCredit, forests_of, tree_rows_of
 
 __all__ = [
     "EARLY_STOP",
+    "NOT_FORKED",
     "STALE",
     "Estimator",
     "Facts",

@@ -9,72 +9,63 @@ Sources. `even`: forks at states spread over a session, as Tree-GRPO's random on
 2506.11902); the mean of -logprob of a turn's sampled tokens estimates their entropy without bias.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import fsum
-from typing import Literal, assert_never
+from typing import assert_never
 
-from attrs import field, frozen
+from attrs import frozen
 
-from polarnode.core.errors import Refused
-from polarnode.core.trajectory import Trajectory, Turn
-
-ForkRule = Literal["even", "entropy"]
+from polarnode.core.task import ForkPolicy, TaskSpec
+from polarnode.core.trajectory import Turn
 
 
 @frozen(kw_only=True)
-class ForkPolicy:
-    """`per_session` forks of each session, before the turns of `at`, one after another and again from the
-    first, or before turns that a rule chooses: `even` spreads them over the session, `entropy` takes the
-    least certain.
+class ForkPlace:
+    """A place of a group that is fork number `number`, from 0, of the session in place `root`."""
+
+    policy: ForkPolicy
+    root: int
+    number: int
+
+
+def fork_place(spec: TaskSpec, sample_index: int) -> ForkPlace | None:
+    """Whose fork the session in a place of a task is; None for one that begins without a root. The roots have
+    the first places, and the forks follow in the order of their roots.
     """
+    policy = spec.group.fork
+    if policy is None or sample_index < policy.roots(spec.num_samples):
+        return None
+    root, number = divmod(sample_index - policy.roots(spec.num_samples), policy.per_session)
+    return ForkPlace(policy=policy, root=root, number=number)
 
-    at: tuple[int, ...] | ForkRule = "even"
-    per_session: int = field(default=1)
 
-    def __attrs_post_init__(self) -> None:
-        if self.per_session < 1:
-            raise Refused("must be at least 1: a group without forks has no policy", path="$.per_session")
-        if not isinstance(self.at, str) and (not self.at or min(self.at) < 1):
-            raise Refused(
-                "name turns from 1 on: before turn 0 nothing is inherited, which is one more sample",
-                path="$.at",
+def fork_turns(
+    policy: ForkPolicy, turns: Sequence[Turn], among: Collection[int] | None = None
+) -> tuple[int, ...]:
+    """The turns before which a session with these turns is forked, `per_session` of them in order; none of a
+    session that has no such turn. A turn may be named several times. `among`: the turns before which it can
+    be, where not all.
+    """
+    possible = [turn for turn in forkable(turns) if among is None or turn.index in among]
+    if not possible:
+        return ()
+    numbers = [turn.index for turn in possible]
+    match policy.at:
+        case "even":
+            steps = policy.per_session + 1
+            # of the states in the middle: the first after the beginning, never the end
+            places = [len(numbers) * step // steps for step in range(1, steps)]
+            return tuple(numbers[place] for place in places)
+        case "entropy":
+            ranked = sorted(possible, key=lambda turn: (-uncertainty(turn), turn.index))
+            chosen = [ranked[place % len(ranked)].index for place in range(policy.per_session)]
+            return tuple(sorted(chosen))
+        case tuple():
+            named = [turn for turn in policy.at if turn in numbers]
+            return tuple(
+                sorted(named[place % len(named)] for place in range(policy.per_session)) if named else ()
             )
-
-    def sessions(self, num_samples: int) -> int:
-        """How many sessions begin without a fork, so that they and their forks are `num_samples`."""
-        count, left = divmod(num_samples, 1 + self.per_session)
-        if left or not count:
-            raise Refused(
-                f"{num_samples} samples are no sessions with {self.per_session} forks each: give a multiple"
-                f" of {1 + self.per_session}",
-                path="$.num_samples",
-            )
-        return count
-
-    def turns(self, trajectory: Trajectory) -> tuple[int, ...]:
-        """The turns before which this session is forked, one for each fork, in order; none of a session that
-        has no such turn. A turn may be named several times.
-        """
-        possible = forkable(trajectory.turns)
-        if not possible:
-            return ()
-        numbers = [turn.index for turn in possible]
-        match self.at:
-            case "even":
-                steps = self.per_session + 1
-                # of the states in the middle: the first after the beginning, never the end
-                places = [len(numbers) * step // steps for step in range(1, steps)]
-                return tuple(numbers[place] for place in places)
-            case "entropy":
-                ranked = sorted(possible, key=lambda turn: (-uncertainty(turn), turn.index))
-                chosen = [ranked[place % len(ranked)].index for place in range(self.per_session)]
-                return tuple(sorted(chosen))
-            case tuple():
-                named = [turn for turn in self.at if turn in numbers]
-                return tuple(
-                    sorted(named[place % len(named)] for place in range(self.per_session)) if named else ()
-                )
-        assert_never(self.at)
+    assert_never(policy.at)
 
 
 def forkable(turns: Sequence[Turn]) -> list[Turn]:

@@ -15,6 +15,7 @@ from attrs import asdict, evolve, frozen
 
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
+from polarnode.core.errors import Refused
 from polarnode.core.status import RewardEvent
 from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import UNKNOWN_VERSION, Outcome, Status, Trajectory, Verdict, rewarded
@@ -63,9 +64,25 @@ class Group:
         wanted = {member.session_id for member in self.members if member.usable}
         return tuple(each for each in self.trajectories if each.session_id in wanted)
 
+    @property
+    def tree(self) -> bool:
+        """Whether some of its sessions are forks of its others: one mean reward is no baseline of all."""
+        names = {member.session_id for member in self.members}
+        forks = (each.forked_from for each in self.trajectories)
+        return any(fork is not None and fork.session_id in names for fork in forks)
+
     def holding(self, trajectories: Iterable[Trajectory]) -> "Group":
         """The same group with these trajectories."""
         return evolve(self, trajectories=tuple(trajectories))
+
+
+def check_flat(group: Group) -> None:
+    """Raise Refused for a group that is a tree, where sessions are compared with the mean of their group."""
+    if group.tree:
+        raise Refused(
+            f"group {group.group_id} is a tree (group.fork): a fork is compared with the sessions of its"
+            " state, not with the whole group: use tree_rows_of(forests_of(groups))"
+        )
 
 
 # ── usable members ────────────────────────────────────────────────────────────────────────────────
@@ -76,6 +93,8 @@ MACHINE: Final = frozenset({"runtime", "engine", "node"})
 STALE: Final = "stale"  # first word of the reason of a member that is too far behind
 # first words of the reason of a session that was ended because its group had enough
 EARLY_STOP: Final = "early stop"
+# first words of the reason of a fork of a tree that never began, because its root has no state to fork
+NOT_FORKED: Final = "not forked"
 
 
 STANDARD: Final = GroupSpec()
@@ -113,6 +132,11 @@ def lost_to_the_machine(outcome: Outcome) -> bool:
 def stopped_early(outcome: Outcome) -> bool:
     """Whether a session was ended, or never begun, because its group had enough."""
     return outcome.status == "cancelled" and (outcome.reason or "").startswith(EARLY_STOP)
+
+
+def not_forked(outcome: Outcome) -> bool:
+    """Whether a session is a fork of a tree that never began."""
+    return outcome.status == "cancelled" and (outcome.reason or "").startswith(NOT_FORKED)
 
 
 def member_of(spec: GroupSpec, facts: Facts) -> Member:
@@ -201,6 +225,8 @@ def _why_not(spec: GroupSpec, facts: Facts) -> str | None:
     """
     if stopped_early(facts.outcome):
         return EARLY_STOP
+    if not_forked(facts.outcome):
+        return NOT_FORKED
     if lost_to_the_machine(facts.outcome):
         return f"lost to the machine: {facts.outcome.boundary or 'node'}"
     if facts.reward is None:

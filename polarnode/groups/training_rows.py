@@ -23,7 +23,7 @@ from attrs import field, frozen
 from polarnode.core.arrays import floats
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace, Trajectory
-from polarnode.groups.group import Group
+from polarnode.groups.group import Group, check_flat
 
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
@@ -166,8 +166,12 @@ def rows_of(
 
     A row's own reward, where it has one, is compared with its session's baseline. With `process`, turns
     with rewards of their own are compared with all such turns of the group, and a token's advantage is
-    the sum over its turn and the later ones of its session.
+    the sum over its turn and the later ones of its session. Refused for a group that is a tree, whose rows
+    are those of `tree_rows_of`.
     """
+    groups = tuple(groups)
+    for group in groups:
+        check_flat(group)
     batch = [(group, group.usable) for group in groups]
     weights = _token_weights([each for _, sessions in batch for each in sessions], loss, length)
     return tuple(

@@ -178,7 +178,14 @@ def task_of(
             ' such as harness = { name = "pi" }',
             path="$.harness",
         )
-    return read_task(value)
+    spec = read_task(value)
+    if spec.group.fork is not None:
+        raise Refused(
+            "group.fork makes a tree, and this trainer compares each session with the mean of its group:"
+            " leave it out, or train with polarnode.groups.tree_rows_of",
+            path="$.group.fork",
+        )
+    return spec
 
 
 def own_task(row: Mapping[str, Any]) -> dict[str, Json]:

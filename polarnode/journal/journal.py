@@ -333,7 +333,10 @@ class Journal:
         return await self.query(queries.turns, session_id)
 
     async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
-        """The session that forks go on from; None when it is unknown or pruned."""
+        """The session that forks go on from; None when it is unknown or pruned. It may be live, or have just
+        ended: its last turns too.
+        """
+        await self.flushed()
         return await self.query(fork_parent, fork.session, fork.turn)
 
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:

@@ -140,7 +140,6 @@ class Node:
             limit=self.config.pending_limit,
         )
         if spec.fork is not None:
-            await self.journal.flushed()  # the parent may be live: its last turns too
             check_fork(spec, spec.fork, await self.journal.fork_parent(spec.fork))
             if spec.fork.by == "resume":
                 harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)

@@ -78,6 +78,7 @@ class _Open:
     samples: int
     over: dict[int, Facts | None] = field(factory=dict)
     usable: int = 0
+    changed: trio.Event = field(factory=trio.Event)  # replaced with each sample that is over
 
     @property
     def enough(self) -> bool:
@@ -108,6 +109,13 @@ class GroupWatch:
         group = self._open.get(task_id)
         return group is not None and group.enough
 
+    async def place_over(self, task_id: str, sample_index: int) -> Facts | None:
+        """Wait until a sample of an open group is over; None if its end could not be written."""
+        group = self._open[task_id]
+        while sample_index not in group.over:
+            await group.changed.wait()
+        return group.over[sample_index]
+
     def over(self, trajectory: Trajectory) -> bool:
         """Count a finished sample. True when its group has enough with it: its siblings must be ended now."""
         group = self._open.get(trajectory.task_id)
@@ -130,6 +138,8 @@ class GroupWatch:
 
     def _fill(self, task_id: str, group: _Open, sample_index: int, facts: Facts | None) -> None:
         group.over[sample_index] = facts
+        group.changed.set()
+        group.changed = trio.Event()
         if len(group.over) < group.samples:
             return
         del self._open[task_id]

@@ -67,10 +67,8 @@ class State:
         return Resumption(snapshot=snapshot, harness=order.harness, answered=answered)
 
 
-async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, harness: Harness) -> Snapshot:
-    """The snapshot that a task's sessions are resumed from. Raises Refused, with the field's path, where no
-    harness could go on from it.
-    """
+def check_resumes(spec: TaskSpec, harness: Harness) -> None:
+    """Raise Refused, with the field's path, where no session of a task could be resumed."""
     if harness.resume is None:
         able = ", ".join(sorted(each.name for each in harnesses.HARNESSES.values() if each.resume))
         raise Refused(
@@ -84,6 +82,13 @@ async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, 
             " by=replay",
             path="$.harness.mcp_servers",
         )
+
+
+async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, harness: Harness) -> Snapshot:
+    """The snapshot that a task's sessions are resumed from. Raises Refused, with the field's path, where no
+    harness could go on from it.
+    """
+    check_resumes(spec, harness)
     try:
         snapshot = await trio.to_thread.run_sync(read_snapshot, services.log_dir, fork.session, fork.turn)
         await check_image(services, runtime_of(spec, harness), snapshot)

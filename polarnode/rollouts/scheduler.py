@@ -27,6 +27,7 @@ from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
+from polarnode.groups.fork_policy import fork_place
 from polarnode.groups.group import EARLY_STOP, lost_to_the_machine, stamped
 from polarnode.journal.copies import held_sessions
 from polarnode.journal.journal import Journal
@@ -47,6 +48,7 @@ from polarnode.rollouts.lifecycle import (
 )
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session import Session
+from polarnode.rollouts.trees import tree_way
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import SemaphoreStatistics
 from polarnode.support.waiting_line import Cohort
@@ -161,11 +163,19 @@ class Scheduler:
             remember(self._images, order.runtime.image, None, most=KEPT_IMAGES)
         for order in orders:
             self.services.journal.session_started(order.identity)
-        ids = tuple(order.identity.session_id for order in orders)
-        if orders:
-            self._demand.expect(ids, orders[0].runtime, each=orders[0].containers)
+        self._expect(orders)
         for order in orders:
             self._start(order)
+
+    def _expect(self, orders: Sequence[SessionOrder]) -> None:
+        """Warm containers for sessions of one task, but not for a tree's forks, which wait for a session."""
+        ids = [
+            order.identity.session_id
+            for order in orders
+            if fork_place(order.spec, order.identity.sample_index) is None
+        ]
+        if ids:
+            self._demand.expect(ids, orders[0].runtime, each=orders[0].containers)
 
     def _orders(
         self, spec: TaskSpec, task_id: str, session_ids: Mapping[int, str]
@@ -218,7 +228,7 @@ class Scheduler:
         services.check_labels(spec.requires)
         services.check_adapter(spec.adapter)
         services.check_teacher(spec.carry)
-        return admitted(
+        found = admitted(
             spec,
             model=services.identity.model,
             context_length=services.context_length,
@@ -228,6 +238,9 @@ class Scheduler:
             volumes=services.volumes,
             egress=services.egress.names,
         )
+        if spec.group.fork is not None:
+            tree_way(spec, found.harness)  # refuses what cannot be resumed
+        return found
 
     def cancel(self, task_id: str) -> bool:
         """Cancel a task's sessions. Each keeps its turns, and none is retried, even after a restart. False
@@ -284,7 +297,7 @@ class Scheduler:
             lost.outcome.reason,
             fresh.identity.session_id,
         )
-        self._demand.expect((fresh.identity.session_id,), fresh.runtime, each=fresh.containers)
+        self._expect((fresh,))
         self._start(fresh)
 
     def recovered(self, trajectory: Trajectory, adapter: str) -> None:
@@ -299,6 +312,7 @@ class Scheduler:
             live=self.registry.open(order.identity, order.spec),
             services=self.services,
             delay_s=pause_before(order.retries),  # give a transient fault time to pass
+            place_over=self.registry.groups.place_over,
             on_phase=self._phase_changed,
             on_unpublished=lambda lost: self._list_ended(evolve(session_status(lost), outcome="error")),
         )

@@ -304,7 +304,8 @@ class SecondHomes(Homes):
         record = await self.journal.task(copy.task_id)
         sessions = [] if record is None else [each for each in record.sessions if each.outcome is None]
         spec = evolve(copy.spec, task_id=copy.task_id)
-        self.scheduler.registry.groups.begin(copy.task_id, spec)
+        over = await self.journal.places_over(copy.task_id)
+        self.scheduler.registry.groups.begin(copy.task_id, spec, over)
         self._hold((each for each, task_id in held.items() if task_id == copy.task_id), held)
         places = {each.sample_index: each.session_id for each in sessions if each.session_id not in held}
         self.scheduler.adopt(spec, copy.task_id, places)

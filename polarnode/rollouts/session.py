@@ -7,7 +7,7 @@ always returns a result, because a failed session is data, and a bug in one sess
 
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -28,7 +28,8 @@ from polarnode.core.status import Phase
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
-from polarnode.groups.group import EARLY_STOP
+from polarnode.groups.fork_policy import ForkPlace, fork_place
+from polarnode.groups.group import EARLY_STOP, Facts
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.continuing import find_continuation
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
@@ -39,6 +40,7 @@ from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
 from polarnode.rollouts.snapshots import SessionSnapshots, open_restored, open_snapshots
+from polarnode.rollouts.trees import with_state
 from polarnode.support.concurrency import Place, PrioritySemaphore
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Session:
     live: LiveSession
     services: NodeServices
     delay_s: float  # before it begins
+    # waits until the session in a place of a task is over
+    place_over: "Callable[[str, int], Awaitable[Facts | None]]"
     # called at each new phase, and when the evaluator's container is made or will not be made
     on_phase: "Callable[[Session], None]"
     # called last, when its trajectory could not be published
@@ -139,11 +143,28 @@ class Session:
     async def _result(self) -> Result:
         result: Result | None = None
         with self._stoppable_scope() as scope:
+            place = fork_place(self.task, self.identity.sample_index)
+            if place is not None and self.task.fork is None:
+                without = await self._take_state(place)
+                if without is not None:
+                    return Result(outcome=without)
             await self._begin()
             await self.services.ensure_image(self.order.runtime.image)
             async with self._slot(self.services.stages.live):
                 result = await self._attempts(scope)
         return result or Result(outcome=self._stopped())
+
+    async def _take_state(self, place: ForkPlace) -> Outcome | None:
+        """Wait for the root of a fork of a tree, and take its state; the outcome where there is none."""
+        root = await self.place_over(self.identity.task_id, place.root)
+        found = await with_state(self.order, self.services, place, root)
+        if isinstance(found, Outcome):
+            # of an attempt before it
+            self.order = evolve(self.order, identity=evolve(self.identity, forked_from=None))
+            return found
+        self.order = found
+        self.services.journal.session_started(self.identity)
+        return None
 
     async def _begin(self) -> None:
         """Begin where the attempt before it was lost, or where its task says."""

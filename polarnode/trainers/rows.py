@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace, Trajectory, Turn, TurnRole, TurnSpan
-from polarnode.groups.group import Group
+from polarnode.groups.group import Group, check_flat
 
 # The kind of the arrays returned: lists (the default, fit for JSON), numpy, torch, or for each field the kind
 # that the trainer documents.
@@ -126,8 +126,13 @@ def of_roles(trajectory: Trajectory, *roles: TurnRole) -> Trajectory:
 
 
 def sessions(source: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
-    """The trajectories to project: the usable ones of a group, or all of an iterable."""
-    return source.usable if isinstance(source, Group) else tuple(source)
+    """The trajectories to project: the usable ones of a group, or all of an iterable. Refused for a group
+    that is a tree.
+    """
+    if not isinstance(source, Group):
+        return tuple(source)
+    check_flat(source)
+    return source.usable
 
 
 def only_row(trajectory: Trajectory) -> TrainedRow:

@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from polarnode.core.conversation import FinishReason
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups.group import Group
+from polarnode.groups.group import Group, check_flat
 from polarnode.trainers.rows import (
     Absent,
     Array,
@@ -95,6 +95,7 @@ def generator_output(
 
 def _places(group: Group | Iterable[Trajectory], ids: Sequence[tuple[str, int]] | None) -> list[_Place]:
     if isinstance(group, Group):
+        check_flat(group)
         held = {each.session_id: each for each in group.trajectories}
         dropped = f"its group was dropped: {group.reason}" if group.state == "dropped" else None
         found = [

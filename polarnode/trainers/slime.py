@@ -25,7 +25,7 @@ from attrs import frozen
 
 from polarnode.core.codec.json import plain
 from polarnode.core.trajectory import Status, Trajectory
-from polarnode.groups.group import Group
+from polarnode.groups.group import Group, check_flat
 from polarnode.trainers.rows import (
     Arrays,
     Native,
@@ -126,6 +126,7 @@ class _Place:
 
 def _places(group: Group | Iterable[Trajectory], size: int | None) -> list[_Place]:
     if isinstance(group, Group):
+        check_flat(group)
         held = {each.session_id: each for each in group.trajectories}
         usable = {each.session_id for each in group.usable}
         found = [_Place(held.get(member.session_id), member.session_id in usable) for member in group.members]

@@ -17,7 +17,7 @@ import numpy
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups.group import Group
+from polarnode.groups.group import Group, check_flat
 from polarnode.trainers.rows import (
     Absent,
     Arrays,
@@ -68,6 +68,7 @@ def rollout_members(
     main (the last of all if none is), or "refuse" it. Beside the fields of `rollout_output`, `unusable` is 1
     for a member that is not usable, and `rows_left_out` counts the rows that were not kept.
     """
+    check_flat(group)
     usable = {each.session_id: each for each in group.usable}
     found: list[dict[str, Any]] = []
     for member in group.members:

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainers_kit import make_turn, publish
 
-from polarnode.core.errors import Refused
+from polarnode.core.task import ForkPolicy, ForkRule, GroupSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups.fork_policy import ForkPolicy, ForkRule, forkable, uncertainty
+from polarnode.groups.fork_policy import ForkPlace, fork_place, fork_turns, forkable, uncertainty
 
 
 def session(*logprobs: float) -> Trajectory:
@@ -23,11 +23,15 @@ SIX = session(-0.1, -0.2, -0.9, -0.1, -0.9, -0.3)
 
 
 def test_so_many_sessions_and_their_forks_are_the_samples_of_a_group() -> None:
-    assert ForkPolicy(per_session=3).sessions(8) == 2
-    assert ForkPolicy().sessions(2) == 1
-    for samples in (7, 0, 3):
-        with pytest.raises(Refused, match="samples are no sessions with 3 forks each: give a multiple of 4"):
-            ForkPolicy(per_session=3).sessions(samples)
+    policy = ForkPolicy(per_session=2)
+    spec = TaskSpec(instruction="do it", harness=HarnessSpec(), num_samples=6, group=GroupSpec(fork=policy))
+    assert policy.roots(6) == 2
+    assert [fork_place(spec, index) for index in range(6)] == [
+        None,
+        None,
+        *(ForkPlace(policy=policy, root=root, number=number) for root in (0, 1) for number in (0, 1)),
+    ]
+    assert fork_place(evolve(spec, group=GroupSpec()), 5) is None
 
 
 @pytest.mark.parametrize(
@@ -45,12 +49,19 @@ def test_so_many_sessions_and_their_forks_are_the_samples_of_a_group() -> None:
     ],
 )
 def test_the_turns_of_a_session(policy: ForkPolicy, turns: tuple[int, ...]) -> None:
-    assert policy.turns(SIX) == turns
+    assert fork_turns(policy, SIX.turns) == turns
+
+
+def test_only_states_with_a_snapshot_are_chosen_where_forks_are_resumed() -> None:
+    assert fork_turns(ForkPolicy(at="entropy", per_session=2), SIX.turns, {1, 3, 5}) == (1, 5)
+    assert fork_turns(ForkPolicy(at="even", per_session=2), SIX.turns, {2, 5}) == (2, 5)
+    assert fork_turns(ForkPolicy(at=(2, 3), per_session=2), SIX.turns, {3}) == (3, 3)
+    assert fork_turns(ForkPolicy(at="even", per_session=2), SIX.turns, {0, 9}) == ()
 
 
 def test_a_session_of_one_turn_is_not_forked() -> None:
     for rule in ("even", "entropy"):
-        assert ForkPolicy(at=rule, per_session=2).turns(session(-1.0)) == ()
+        assert fork_turns(ForkPolicy(at=rule, per_session=2), session(-1.0).turns) == ()
 
 
 def test_turns_of_sub_agents_and_cut_ones_are_no_states_to_fork() -> None:
@@ -66,17 +77,7 @@ def test_as_many_forks_as_were_asked_for_at_states_that_there_are(
     turns: int, per_session: int, rule: ForkRule
 ) -> None:
     whole = session(*(-(index * 7 % 5) / 4 - 0.1 for index in range(turns)))
-    found = ForkPolicy(at=rule, per_session=per_session).turns(whole)
+    found = fork_turns(ForkPolicy(at=rule, per_session=per_session), whole.turns)
     assert len(found) == (per_session if turns > 1 else 0)
     assert set(found) <= set(range(1, turns))
     assert list(found) == sorted(found)
-    rewarded = evolve(whole, reward=0.0)
-    assert ForkPolicy(at=rule, per_session=per_session).turns(rewarded) == found, "whatever the reward"
-
-
-def test_what_is_no_policy_is_refused() -> None:
-    with pytest.raises(Refused, match="must be at least 1"):
-        ForkPolicy(per_session=0)
-    for at in ((), (0,), (3, 0)):
-        with pytest.raises(Refused, match="name turns from 1 on"):
-            ForkPolicy(at=at)

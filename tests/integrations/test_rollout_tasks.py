@@ -124,12 +124,20 @@ def test_the_trainers_sampling_comes_last() -> None:
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, HARNESS, "$.instruction"),
         ({"polarnode": "[1]"}, HARNESS, "$.polarnode"),
         ({"polarnode": {"budgets": {"run_s": -1}}, "prompt": "x"}, HARNESS, "$.budgets.run_s"),
+        ({"prompt": "x"}, HARNESS | {"num_samples": 1, "group": {"fork": {}}}, "$.num_samples"),
     ],
 )
 def test_a_row_that_is_no_task_is_refused(row: dict[str, Any], template: Any, path: str) -> None:
     with pytest.raises(Refused) as refused:
         task_of(PluginSettings(template=template), row)
     assert refused.value.path == path
+
+
+def test_a_tree_is_refused_where_the_trainer_has_flat_groups() -> None:
+    template = HARNESS | {"group": {"fork": {"per_session": 3}}}
+    with pytest.raises(Refused, match="compares each session with the mean of its group") as refused:
+        task_of(PluginSettings(template=template), {"prompt": "x"}, samples=8)
+    assert refused.value.path == "$.group.fork"
 
 
 # ── rollouts ──────────────────────────────────────────────────────────────────

@@ -93,8 +93,10 @@ def test_nodes_and_the_front_are_killed_with_containers_running(podman_works: No
         place = place_at(tmp_path, temporary, settings=SETTINGS)
         with local_fleet(place, tmp_path) as (front, client):
             tasks = {f"task-{number}": SAMPLES for number in range(TASKS)}
+            tree = {"fork": {"at": [2], "per_session": 1}}
             for task_id, samples in tasks.items():
-                client.submit(place.task(retries=10, num_samples=samples, turns=4) | {"task_id": task_id})
+                task = place.task(retries=10, num_samples=samples, turns=4, begin="the same way")
+                client.submit(task | {"task_id": task_id, "group": tree if task_id == "task-0" else {}})
             reader, killed = Reader(), set[str]()
             for event in client.trajectories(consumer="trainer", ack=True):
                 reader.add(event.kind, event.key, event.data)
@@ -107,6 +109,10 @@ def test_nodes_and_the_front_are_killed_with_containers_running(podman_works: No
                     break
             assert killed
             reader.check(tasks)
+            root, fork = [each["session_id"] for each in client.task("task-0")["sessions"]]
+            began = client.trajectory(fork).forked_from
+            assert began is not None
+            assert (began.session_id, began.turn, began.got) == (root, 2, 2)
             front.kill()
             front.wait()
             until(lambda: not nodes_in(tmp_path), "the nodes end without their front")

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 from recovery_kit import AT_ONCE, Place, place_at, short_temporary
 
 from polarnode.client.trees import sample_trees
 from polarnode.core.codec import read_task
-from polarnode.groups import forests_of, rows_of, tree_rows_of
-from polarnode.groups.fork_policy import ForkPolicy
+from polarnode.groups import ForkPolicy, forests_of, rows_of, tree_rows_of
 
 pytestmark = pytest.mark.podman
 
@@ -28,15 +28,18 @@ def test_a_problem_is_sampled_as_a_tree_and_each_token_is_trained_once(place: Pl
     task = place.task(turns=TURNS, begin="the same way") | {"num_samples": 6, "evaluator": COIN}
     with place.serving() as node:
         [forest] = sample_trees(node.client, [read_task(task)], ForkPolicy(at=(2, 4), per_session=2))
-    roots, *forks = forest
-    assert ([len(each.usable) for each in forest], len(forks)) == ([2, 1, 1, 1, 1], 4)
-    sessions = [each for group in forest for each in group.usable]
-    begun = [each.forked_from for group in forks for each in group.usable]
-    assert sorted((fork.turn, fork.got) for fork in begun if fork) == [(2, 2), (2, 2), (4, 4), (4, 4)]
-    assert {fork.session_id for fork in begun if fork} == {each.session_id for each in roots.usable}
+    [group] = forest
+    assert (group.state, len(group.usable)) == ("complete", 6)
+    sessions = group.usable
+    roots, forks = sessions[:2], [each.forked_from for each in sessions[2:]]
+    assert [(fork.turn, fork.got) for fork in forks if fork] == [(2, 2), (4, 4), (2, 2), (4, 4)]
+    assert [fork.session_id for fork in forks if fork] == [roots[0].session_id] * 2 + [
+        roots[1].session_id
+    ] * 2
     assert forests_of(forest) == (forest,)
     rows = tree_rows_of([forest], loss="session_mean")
     sampled = sum(each.sampled_tokens for each in sessions)
     assert sum(row.tokens for row in rows) == sampled == sum(each.trainable_tokens for each in sessions)
     assert sum(sum(row.weights) for row in rows) == pytest.approx(1.0, abs=1e-4)
-    assert tree_rows_of([[roots]]) == rows_of([roots]), "without their forks"
+    flat = evolve(group, members=group.members[:2], trajectories=roots)
+    assert tree_rows_of([[flat]]) == rows_of([flat]), "without their forks"

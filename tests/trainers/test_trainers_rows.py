@@ -9,8 +9,10 @@ from trainers_kit import group_of, no_row, one_row, publish, taught, two_rows
 
 from polarnode.core.arrays import floats
 from polarnode.core.errors import Refused
+from polarnode.core.trajectory import ForkedFrom
 from polarnode.trainers import FORMATS, of_roles, project
 from polarnode.trainers.rows import (
+    Absent,
     as_arrays,
     only_row,
     padded,
@@ -26,6 +28,9 @@ from polarnode.trainers.rows import (
     version_number,
     versions_of,  # fmt: skip
 )
+from polarnode.trainers.skyrl import generator_output
+from polarnode.trainers.slime import group_samples
+from polarnode.trainers.trl import rollout_members
 
 
 def test_a_row_is_what_its_trace_says() -> None:
@@ -116,6 +121,27 @@ def test_a_group_gives_the_sessions_that_are_of_use() -> None:
     kept, lost = one_row(), no_row(sample_index=1)
     assert sessions(group_of(kept, lost=[lost])) == (kept,)
     assert sessions([kept, lost]) == (kept, lost)
+
+
+def test_no_format_takes_a_tree_for_a_flat_group() -> None:
+    root = one_row()
+    fork = evolve(
+        one_row(sample_index=1),
+        session_id="fork",
+        forked_from=ForkedFrom(session_id=root.session_id, turn=1, got=1, by="replay"),
+    )
+    refused = "group .* is a tree"
+    tree, elsewhere = group_of(root, fork), group_of(fork)
+    with pytest.raises(Refused, match=refused):
+        sessions(tree)
+    with pytest.raises(Refused, match=refused):
+        group_samples(tree, group_index=0)
+    with pytest.raises(Refused, match=refused):
+        generator_output(tree)
+    with pytest.raises(Refused, match=refused):
+        rollout_members(tree, absent=Absent(token_id=0))
+    assert sessions(tree.usable) == (root, fork)
+    assert sessions(elsewhere) == (fork,), "forks of another task's session have one state"
 
 
 def test_arrays_are_handed_over_as_they_are_wanted() -> None:

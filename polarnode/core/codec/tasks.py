@@ -26,6 +26,7 @@ from polarnode.core.task import (
     EvaluationSpec,
     EvaluatorSpec,
     FileSpec,
+    ForkPolicy,
     ForkSpec,
     GroupSpec,
     HarnessSpec,
@@ -97,6 +98,8 @@ def task_rules(spec: TaskSpec) -> Iterator[Rule]:
     yield from _snapshot_rules(spec.snapshot_at, spec.runtime)
     if spec.fork is not None:
         yield from _fork_rules(spec.fork)
+    if spec.group.fork is not None:
+        yield from _fork_policy_rules(spec.group.fork, spec)
     if spec.callback_url is not None:
         yield from _url_rules(spec.callback_url, "$.callback_url")
 
@@ -205,6 +208,24 @@ def _fork_rules(fork: ForkSpec) -> Iterator[Rule]:
     yield from _name_rules(fork.session, "$.fork.session")
     within = f"must be 0 to {limits.COUNT}, not {fork.turn}: it is the number of the first turn sampled anew"
     yield Rule(0 <= fork.turn <= limits.COUNT, "$.fork.turn", within)
+
+
+def _fork_policy_rules(policy: ForkPolicy, spec: TaskSpec) -> Iterator[Rule]:
+    at, each = "$.group.fork", policy.per_session
+    yield Rule(
+        spec.fork is None, at, "is for a task without fork: its own sessions are the roots of its forks"
+    )
+    yield Rule(1 <= each < MAX_SAMPLES, f"{at}.per_session", f"must be 1 to {MAX_SAMPLES - 1}, not {each}")
+    if isinstance(policy.at, tuple):
+        known = bool(policy.at) and all(1 <= turn <= limits.COUNT for turn in policy.at)
+        why = "before turn 0 nothing is inherited, which is one more sample"
+        yield Rule(known, f"{at}.at", f"must name turns from 1 to {limits.COUNT}: {why}")
+    yield Rule(
+        spec.num_samples % (1 + max(each, 1)) == 0,
+        "$.num_samples",
+        f"must be a multiple of {1 + each} (a root and its {each} forks, by group.fork), not"
+        f" {spec.num_samples}",
+    )
 
 
 def _url_rules(url: str, path: str) -> Iterator[Rule]:
