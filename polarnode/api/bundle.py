@@ -39,6 +39,7 @@ class Bundle(Mapping[str, PageFile]):
     token_bytes: Callable[[int], bytes]
     _sessions: dict[str, Mapping[str, Any]]
     _tasks: dict[str, list[Mapping[str, Any]]] = field(init=False)  # their sessions
+    _forks: dict[str, list[Json]] = field(init=False)  # their records, by parent
     _files: Mapping[str, PageFile] = field(factory=page_files)
 
     @classmethod
@@ -62,6 +63,7 @@ class Bundle(Mapping[str, PageFile]):
         yield from ("data/status.json", "data/weights.json", "data/groups.json")
         for session in self._sessions:
             yield f"data/sessions/{session}.json"
+            yield f"data/sessions/{session}/forks.json"
             yield f"data/trajectories/{session}.json"
         yield from (f"data/tasks/{task}.json" for task in self._tasks)
 
@@ -83,6 +85,14 @@ class Bundle(Mapping[str, PageFile]):
             found.setdefault(row["task_id"], []).append(row)
         return found
 
+    @_forks.default
+    def _by_parent(self) -> dict[str, list[Json]]:
+        found: dict[str, list[Json]] = {}
+        for row in self._sessions.values():
+            if row.get("forked_from"):
+                found.setdefault(row["forked_from"]["session_id"], []).append(_record(row))
+        return found
+
     def _answer(self, name: str) -> Json:
         match name.removesuffix(".json").split("/"):
             case ["data", "status"]:
@@ -95,6 +105,8 @@ class Bundle(Mapping[str, PageFile]):
                 return {"task_id": task, "sessions": [_record(row) for row in self._tasks[task]]}
             case ["data", "sessions", session] if session in self._sessions:
                 return _session(self._sessions[session])
+            case ["data", "sessions", session, "forks"] if session in self._sessions:
+                return {"session_id": session, "forks": self._forks.get(session, [])}
             case ["data", "trajectories", session] if session in self._sessions:
                 return self._trajectory(self._sessions[session])
         raise KeyError(name)
@@ -129,6 +141,7 @@ def _record(row: Mapping[str, Any]) -> dict[str, Json]:
         "finished": None,
         "attempt": row.get("attempt", 0),
         "retried_as": row.get("retried_as"),
+        "forked_from": row.get("forked_from"),
     }
 
 
@@ -146,9 +159,12 @@ def _group(task: str, rows: Sequence[Mapping[str, Any]]) -> Json:
     whole = group_json(
         judged(STANDARD, map(facts_of, found), task_id=task, group_id=str(rows[0].get("group_id")))
     )
-    members: Any = whole["sessions"]
+    forks = {row["session_id"]: row.get("forked_from") for row in rows}
+    sessions: Any = whole["sessions"]
+    members: Any = [{**each, "forked_from": forks[each["session_id"]]} for each in sessions]
     return {
         **whole,
+        "sessions": members,
         "advantages": advantages(members),
         "ended": None,
         "submitted": None,

@@ -18,6 +18,7 @@ from polarnode.core.status import (
     CaptureStatus,
     Consumers,
     EvaluationStatus,
+    ForkList,
     LogPiece,
     Logs,
     OpenedCapture,
@@ -307,6 +308,9 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ),
     ("GET", "/v1/sessions/<session_id>/snapshots"): Operation(
         summary="The snapshots of a session, running or ended.", answer=SnapshotList, errors=(404,)
+    ),
+    ("GET", "/v1/sessions/<session_id>/forks"): Operation(
+        summary="The forks of a session, running or ended.", answer=ForkList, errors=(404,)
     ),
     ("GET", "/v1/sessions/<session_id>/log"): Operation(
         summary="A piece of what a session's harness printed.",

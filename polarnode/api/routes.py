@@ -49,6 +49,9 @@ from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.snapshots import list_snapshots
 from polarnode.tokens.pieces import pieces_of
 
+FORKS = 1000  # of one session in an answer: about 500 kB
+
+
 # ── routes ────────────────────────────────────────────────────────────
 
 
@@ -75,6 +78,7 @@ class Routes:
             ("GET", "/v1/sessions/<session_id>", self.session),
             ("GET", "/v1/sessions/<session_id>/artifacts", self.artifacts),
             ("GET", "/v1/sessions/<session_id>/snapshots", self.snapshots),
+            ("GET", "/v1/sessions/<session_id>/forks", self.forks),
             ("GET", "/v1/export", self.export),
             ("GET", "/v1/status", self.status),
             ("GET", "/metrics", self.metrics),
@@ -223,6 +227,14 @@ class Routes:
         record = await self._existing_session(session_id)
         look = partial(list_snapshots, self.sessions_dir or Path(), record.session_id)
         return json_response(plain(await trio.to_thread.run_sync(look)))
+
+    async def forks(self, session_id: str) -> Response:
+        read_query(request.args)
+        record = await self._existing_session(session_id)
+        found = await self.service.journal.forks(record.session_id, FORKS)
+        return json_response(
+            {"session_id": record.session_id, "forks": [session_record_json(each) for each in found]}
+        )
 
     async def _existing_session(self, session_id: str) -> SessionRecord:
         found = await self.service.journal.session(session_id)

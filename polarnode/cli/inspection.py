@@ -6,7 +6,7 @@ tokens stand between « and ». Lineage figures are read from `metrics.lineage` 
 here; a trajectory written before they existed shows none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polarnode.cli.output import bounded, fitted, harmless, open_console
+from polarnode.cli.output import bounded, fitted, fork_text, harmless, open_console, reward_text
 from polarnode.cli.remote import RemoteNode, trajectory_lines
-from polarnode.client import PolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.core import codec
 from polarnode.core.errors import Refused
@@ -189,7 +188,7 @@ def inspect(
         return
     console = open_console()
     rows: list[Any] = value["turns"]
-    kept = snapshot_lines(value["snapshots"])
+    kept = (*snapshot_lines(value["snapshots"]), *fork_lines(value["forks"]))
     if value["trajectory"] is None:
         parts = Group(running(value, console=console), *kept)
         console.print(parts, soft_wrap=not console.is_terminal)
@@ -216,7 +215,7 @@ def _of_file(file: Path, session: str) -> dict[str, Any]:
             + ("a longer prefix or the full id" if found else "the id of a session in it")
         )
     turns = found[0].pop("turns", [])
-    nothing: dict[str, Any] = {"session": None, "log": None, "live": None, "snapshots": []}
+    nothing: dict[str, Any] = {"session": None, "log": None, "live": None, "snapshots": [], "forks": []}
     return {**nothing, "turns": turns, "trajectory": found[0]}
 
 
@@ -232,12 +231,13 @@ def _of_node(session: str, node: RemoteNode) -> dict[str, Any]:
     except ClientError as error:
         if error.status != 404:  # a session without a log, or a node of an earlier release
             raise
-    return {**value, "log": log, "live": live, "snapshots": _snapshots(client, session)}
+    snapshots, forks = _listed(client.snapshots, session), _listed(client.forks, session)
+    return {**value, "log": log, "live": live, "snapshots": snapshots, "forks": forks}
 
 
-def _snapshots(client: PolarnodeClient, session: str) -> list[dict[str, Any]]:
+def _listed(read: Callable[[str], Sequence[Any]], session: str) -> list[dict[str, Any]]:
     try:
-        return [codec.plain(each) for each in client.snapshots(session)]
+        return [codec.plain(each) for each in read(session)]
     except ClientError as error:
         if error.status != 404:  # a node of an earlier release
             raise
@@ -254,6 +254,16 @@ def snapshot_lines(snapshots: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
         yield Text(f"and {len(snapshots) - SNAPSHOTS} more snapshots", style="dim")
 
 
+def fork_lines(forks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """A line for each of its forks: where it began, and how it ended."""
+    shown, more = bounded(forks)
+    for each in shown:
+        fork, reward = each["forked_from"], reward_text(each["reward"])
+        where = f"before turn {fork['turn']} by {fork['by']}"
+        yield Text(f"fork {each['session_id']} {where}: {each['status']}, reward {reward}", style="dim")
+    yield from (Text(line, style="dim") for line in more)
+
+
 def running(value: Mapping[str, Any], *, console: Console) -> RenderableType:
     """A session that is not over: its phase, its turns so far and the end of its log."""
     record, live = value["session"], value["live"] or {}
@@ -265,6 +275,8 @@ def running(value: Mapping[str, Any], *, console: Console) -> RenderableType:
     head.append(f"  {len(rows)} turns, {sampled} tokens sampled")
     if record["attempt"]:
         head.append(f"  attempt {record['attempt']}")
+    if fork := record.get("forked_from"):
+        head.append(f"  fork of {fork['session_id']} before turn {fork['turn']}")
     parts: list[RenderableType] = [head]
     if rows:
         parts.append(fitted(console, lambda narrow: turn_table(rows, narrow=narrow)))
@@ -293,6 +305,8 @@ def _facts_of_session(trajectory: Trajectory) -> Iterator[Text]:
             text = value if isinstance(value, str) else codec.dump_json(value).decode()
             cut = text if len(text) <= EVALUATION_CHARACTERS else f"{text[:EVALUATION_CHARACTERS]} …"
             yield Text(harmless(f"  {name}: {cut}"))
+    if (fork := trajectory.forked_from) is not None:
+        yield Text(harmless(f"fork of {fork_text(fork)}"), style="dim")
     if trajectory.attempt or trajectory.retried_as:
         again = f", tried again as {trajectory.retried_as}" if trajectory.retried_as else ""
         yield Text(harmless(f"attempt {trajectory.attempt}{again}"), style="dim")

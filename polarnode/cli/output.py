@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory
 
 if TYPE_CHECKING:
     from polarnode.core.status import LiveSessionStatus
@@ -152,6 +152,12 @@ def outcome_text(status: str) -> Text:
 def reward_text(reward: float | None, none: str = "–") -> str:
     """A reward in up to six digits; `none` where there is none."""
     return none if reward is None else f"{reward:g}"
+
+
+def fork_text(fork: ForkedFrom) -> str:
+    """Where a fork began: its parent, the turn, how, and where it left the record earlier and why."""
+    left = f", left at turn {fork.got}: {fork.differs}" if fork.got < fork.turn else ""
+    return f"{fork.session_id} before turn {fork.turn} by {fork.by}{left}"
 
 
 def merged_ratio(trajectory: Trajectory) -> str:

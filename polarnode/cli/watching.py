@@ -199,6 +199,8 @@ def _trajectory_line(event: Event) -> str:
         f" {output.reward_text(value['reward'])}"
     )
     counts = f"turns {len(value['turns'])} traces {len(value['traces'])} trainable {trainable}"
+    if trajectory is not None and trajectory.forked_from is not None:
+        counts = f"{counts} fork of {harmless(output.fork_text(trajectory.forked_from))}"
     if trajectory is None or trajectory.outcome.status == "completed":
         return f"{head} {counts}"
     return f"{head} {counts} · {output.why(trajectory.outcome)}"

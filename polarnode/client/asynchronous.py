@@ -42,6 +42,7 @@ from polarnode.core.status import (
     ScoredRow,
     ScoreRow,
     SessionChanges,
+    SessionStatus,
     Submitted,
     TaskStatus,
     TimeSeries,
@@ -205,6 +206,9 @@ class AsyncPolarnodeClient:
 
     async def session(self, session_id: str) -> dict[str, Any]:
         return await self._run(ask(requests.session(session_id)))
+
+    async def forks(self, session_id: str) -> tuple[SessionStatus, ...]:
+        return (await self._run(ask(requests.forks(session_id)))).forks
 
     async def snapshots(self, session_id: str) -> tuple[SnapshotStatus, ...]:
         return (await self._run(ask(requests.snapshots(session_id)))).snapshots

@@ -29,6 +29,7 @@ from polarnode.core.status import (
     ScoredRow,
     ScoreRow,
     SessionChanges,
+    SessionStatus,
     Submitted,
     TaskStatus,
     TimeSeries,
@@ -265,6 +266,10 @@ class PolarnodeClient:
         its trajectory or None.
         """
         return self._run(ask(requests.session(session_id)))
+
+    def forks(self, session_id: str) -> tuple[SessionStatus, ...]:
+        """Return the forks of a session, running or ended, in the order they began; at most 1,000."""
+        return self._run(ask(requests.forks(session_id))).forks
 
     def snapshots(self, session_id: str) -> tuple[SnapshotStatus, ...]:
         """Return the snapshots of a session, running or ended, by turn: their files, bytes and held seconds,

@@ -28,6 +28,7 @@ from polarnode.core.status import (
     Consumer,
     Consumers,
     EvaluationStatus,
+    ForkList,
     LogFile,
     LogPiece,
     Logs,
@@ -302,6 +303,10 @@ def session(session_id: str) -> ClientRequest[dict[str, Any]]:
 
 def artifacts(session_id: str) -> ClientRequest[bytes]:
     return request(bytes, "GET", f"/v1/sessions/{part(session_id)}/artifacts")
+
+
+def forks(session_id: str) -> ClientRequest[ForkList]:
+    return typed_request(ForkList, "GET", f"/v1/sessions/{part(session_id)}/forks")
 
 
 def snapshots(session_id: str) -> ClientRequest[SnapshotList]:

@@ -12,7 +12,7 @@ from attrs import field, frozen
 from polarnode.core.arrays import Float32Array, Int32Array
 from polarnode.core.conversation import Json, json_key
 from polarnode.core.task import EvaluationSpec
-from polarnode.core.trajectory import Outcome
+from polarnode.core.trajectory import ForkedFrom, Outcome
 
 
 @frozen(kw_only=True)
@@ -31,7 +31,7 @@ class SessionRecord:
     """A session without its tokens. `outcome` is None until its trajectory is published.
 
     `attempt` counts the sessions of one place in the group from 0; `retried_as` is the session that took this
-    one's place, if any.
+    one's place, if any. `forked_from`: of a fork, what it may inherit; what it did is in its trajectory.
     """
 
     session_id: str
@@ -44,6 +44,7 @@ class SessionRecord:
     finished: float | None = None
     attempt: int = 0
     retried_as: str | None = None
+    forked_from: ForkedFrom | None = None
 
 
 @frozen(kw_only=True)
@@ -51,6 +52,14 @@ class SessionStatus(SessionRecord):
     """A session without its tokens; `status` is that of its outcome, or "pending" until it has ended."""
 
     status: str
+
+
+@frozen(kw_only=True)
+class ForkList:
+    """The forks of a session, in the order they began; of those that were tried again the last."""
+
+    session_id: str
+    forks: tuple[SessionStatus, ...]
 
 
 @frozen(kw_only=True)

@@ -90,6 +90,7 @@ class FrontRoutes:
             ("POST", "/v1/sessions/<session_id>/fork", self.fork),
             ("GET", "/v1/sessions/<session_id>/artifacts", self.of_session),
             ("GET", "/v1/sessions/<session_id>/snapshots", self.of_session),
+            ("GET", "/v1/sessions/<session_id>/forks", self.of_session),
             ("GET", "/v1/sessions/<session_id>/log", self.of_session),
             ("GET", "/v1/logs", self.logs),
             ("GET", "/v1/logs/<path:name>", self.log),

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from polarnode.core.codec.json import read_json
+from polarnode.core.codec.json import plain, read_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Unreadable
 from polarnode.groups.training_rows import Estimator, advantages_of
 from polarnode.journal.damage import Damage, check, decoding, note, reading_pages
-from polarnode.journal.schema import snapshot
+from polarnode.journal.schema import FORKED, read_fork, snapshot
 
 ESTIMATOR: Final[Estimator] = "grpo"  # what most trainers use: a reward in standard deviations of its group
 SCANNED: Final = 20_000  # groups that one read looks through for a state: 20 µs each
@@ -58,6 +58,10 @@ def _group(db: sqlite3.Connection, row: Sequence[Any]) -> dict[str, Json] | None
     task: Any = {}
     with suppress(Unreadable), decoding():
         task = {} if spec is None else read_json(spec)
+    if task.get("fork") or (task.get("group") or {}).get("fork"):
+        forks = _forks(db, task_id)
+        sessions = group["sessions"]
+        group["sessions"] = [{**each, "forked_from": forks.get(each["session_id"])} for each in sessions]
     shown: dict[str, Json] = {
         "state": None,
         "reason": None,
@@ -70,6 +74,12 @@ def _group(db: sqlite3.Connection, row: Sequence[Any]) -> dict[str, Json] | None
         "metadata": task.get("metadata") or {},
     }
     return shown
+
+
+def _forks(db: sqlite3.Connection, task_id: str) -> dict[str, Json]:
+    """What the sessions of a task were to inherit, by session."""
+    rows = db.execute(f"SELECT session_id, {FORKED} FROM sessions WHERE task_id = ?", (task_id,))
+    return {session_id: plain(read_fork(value)) for session_id, value in rows}
 
 
 def advantages(members: Sequence[Mapping[str, Any]]) -> list[Json]:

@@ -8,10 +8,11 @@ import sqlite3
 
 from attrs import frozen
 
+from polarnode.core.status import SessionRecord
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Damaged, Outcome, Turn
 from polarnode.journal import queries
-from polarnode.journal.schema import snapshot
+from polarnode.journal.schema import FORKED, snapshot
 from polarnode.merge.trajectory import Identity
 
 
@@ -84,3 +85,18 @@ def earlier_attempts(db: sqlite3.Connection, place: Identity) -> tuple[EarlierAt
 def _count(db: sqlite3.Connection, session_id: str) -> int:
     last = "SELECT coalesce(max(turn), -1) FROM turns WHERE session_id = ?"
     return int(db.execute(last, (session_id,)).fetchone()[0]) + 1
+
+
+# a fork begins after its parent, or waits for it in the same task: the others are not looked at
+FORKS = f"""WHERE retried_as IS NULL AND session_id != ?1 AND instr(identity, CAST(?1 AS BLOB))
+    AND (rowid > (SELECT rowid FROM sessions WHERE session_id = ?1)
+        OR task_id = (SELECT task_id FROM sessions WHERE session_id = ?1))
+    AND json_extract({FORKED}, '$.session_id') = ?1
+ORDER BY rowid LIMIT ?2"""
+
+
+def forks(db: sqlite3.Connection, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
+    """The first forks of a session. It looks at the identity of each session that began later."""
+    with snapshot(db):
+        rows = db.execute(queries.SESSION + FORKS, (session_id, limit)).fetchall()
+        return tuple(queries.session_of(db, row) for row in rows)

@@ -46,7 +46,7 @@ from polarnode.journal.entries import (
     weights_entry,
     weights_of,
 )
-from polarnode.journal.forks import EarlierAttempt, ForkParent, earlier_attempts, fork_parent
+from polarnode.journal.forks import EarlierAttempt, ForkParent, earlier_attempts, fork_parent, forks
 from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
 from polarnode.journal.queries import Recent, places_over
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
@@ -345,6 +345,10 @@ class Journal:
         """
         await self.flushed()
         return await self.query(earlier_attempts, place)
+
+    async def forks(self, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
+        """The first forks of a session, in the order they began."""
+        return await self.query(forks, session_id, limit)
 
     async def weights(self, limit: int) -> tuple[WeightsRow, ...]:
         """Those of the base, newest first."""

@@ -23,7 +23,7 @@ from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Damaged, Outcome, Trajectory, Turn, Verdict
 from polarnode.groups.group import Facts, group_json, judged
 from polarnode.journal.damage import Damage, check, decoding, encoded, is_corrupt, note, reading_pages
-from polarnode.journal.schema import snapshot
+from polarnode.journal.schema import FORKED, read_fork, snapshot
 from polarnode.journal.values import (
     PRUNED,
     EventKind,
@@ -105,13 +105,13 @@ class Recent:
 PAGE_BYTES = 1 << 20
 
 TASK = "SELECT task_id, group_id, idempotency_key, submitted, spec, checksum, cancelled FROM tasks "
-SESSION = """
+SESSION = f"""
 SELECT session_id, task_id, sample_index, attempt, outcome, reward, trainable, staleness, finished,
     retried_as, outcome_checksum,
     (SELECT count(*) FROM turns WHERE turns.session_id = sessions.session_id),
     (SELECT coalesce(sum(sampled), 0) FROM turns WHERE turns.session_id = sessions.session_id AND turn >=
-        CASE WHEN json_valid(CAST(identity AS TEXT))
-        THEN coalesce(json_extract(CAST(identity AS TEXT), '$.forked_from.got'), 0) ELSE 0 END)
+        coalesce(json_extract({FORKED}, '$.got'), 0)),
+    {FORKED}
 FROM sessions """
 
 
@@ -142,7 +142,7 @@ def tasks(db: sqlite3.Connection, limit: int, before: str | None) -> tuple[TaskR
 
 def session(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
     row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
-    return None if row is None else _session(db, row)
+    return None if row is None else session_of(db, row)
 
 
 def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
@@ -157,7 +157,7 @@ def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
         idempotency_key=key,
         submitted=submitted,
         spec=spec or UNKNOWN_TASK,
-        sessions=tuple(_session(db, one) for one in sessions),
+        sessions=tuple(session_of(db, one) for one in sessions),
         cancelled=cancelled,
         damaged=damaged,
     )
@@ -195,8 +195,8 @@ def _outcome(db: sqlite3.Connection, row: Sequence[Any]) -> tuple[Outcome, float
         return Outcome(status="error", boundary="journal", reason=reason), None
 
 
-def _session(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
-    session_id, task_id, sample_index, attempt, body, *_, finished, retried_as, _, turn_count, sampled = row
+def session_of(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
+    session_id, task_id, sample_index, attempt, body, *_, finished, retried_as, _, count, sampled, fork = row
     outcome, reward = (None, None) if body is None else _outcome(db, row)
     return SessionRecord(
         session_id=session_id,
@@ -204,11 +204,12 @@ def _session(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
         sample_index=sample_index,
         outcome=outcome,
         reward=reward,
-        turns=turn_count,
+        turns=count,
         sampled_tokens=sampled,
         finished=finished,
         attempt=attempt,
         retried_as=retried_as,
+        forked_from=read_fork(fork),
     )
 
 
@@ -326,7 +327,7 @@ def whole_session(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
     with snapshot(db):
         row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
         if row is not None:
-            _session(db, row)
+            session_of(db, row)
             _unfinished(db, *row[:3], *_identity_row(db, session_id))
         whole = _trajectory(db, session_id)
         return turns(db, session_id) if whole is None else whole.turns

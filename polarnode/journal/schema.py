@@ -13,12 +13,14 @@ numbers. Group commit makes the difference one fsync a batch.
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from polarnode.core.errors import JournalError
-from polarnode.journal.damage import Damages, JournalConnection
+from polarnode.core.codec.json import read_json, structure
+from polarnode.core.errors import JournalError, Unreadable
+from polarnode.core.trajectory import ForkedFrom
+from polarnode.journal.damage import Damages, JournalConnection, decoding
 from polarnode.support.bounded import private_opener
 
 VERSION = 9
@@ -270,3 +272,17 @@ def snapshot(db: sqlite3.Connection) -> Iterator[None]:
         yield
     finally:
         db.execute("ROLLBACK")
+
+
+# ── forks ─────────────────────────────────────────────────────────────────────
+
+# what the identity of a fork says of its parent, as JSON; null for any other, and where it is damaged
+FORKED = """CASE WHEN json_valid(CAST(identity AS TEXT))
+        THEN json_extract(CAST(identity AS TEXT), '$.forked_from') END"""
+
+
+def read_fork(value: str | None) -> ForkedFrom | None:
+    """What FORKED gave; None of a damaged row, which who reads its outcome or its identity is told."""
+    with suppress(Unreadable), decoding():
+        return None if value is None else structure(read_json(value.encode()), ForkedFrom)
+    return None

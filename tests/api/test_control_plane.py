@@ -530,6 +530,14 @@ async def test_snapshots_are_listed_without_what_they_hold(started: Started, tmp
         assert error_of(await client.get("/v1/sessions/a/snapshots", arrays="json"))[0] == 400
 
 
+async def test_a_session_that_was_never_forked_has_no_forks(started: Started) -> None:
+    async with started() as (plane, client):
+        await publish(plane, "a")
+        assert (await client.get("/v1/sessions/a/forks")).json() == {"session_id": "a", "forks": []}
+        assert (await client.get("/v1/sessions/none/forks")).status == 404
+        assert error_of(await client.get("/v1/sessions/a/forks", arrays="json"))[0] == 400
+
+
 async def test_artifacts_that_are_not_there_are_said_so(started: Started, tmp_path: Path) -> None:
     async with started() as (plane, client):
         await publish(plane, "a")

@@ -11,9 +11,10 @@ from rich.console import Console
 
 from polarnode.cli import inspection
 from polarnode.cli.main import main as command
+from polarnode.cli.output import fork_text
 from polarnode.core import codec
 from polarnode.core.arrays import floats, ids
-from polarnode.core.trajectory import Outcome, Trajectory, Turn, VersionSpan
+from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory, Turn, VersionSpan
 from polarnode.merge.builders import prefix_merging
 from polarnode.node.config import TINY_MODEL
 from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
@@ -85,6 +86,16 @@ def printed(
     text = console.file
     assert isinstance(text, io.StringIO)
     return text.getvalue()
+
+
+def test_forks_and_their_parent_are_told_a_line_each() -> None:
+    whole = ForkedFrom(session_id="one", turn=3, got=3, by="resume")
+    left = ForkedFrom(session_id="one", turn=3, got=1, by="replay", differs="turn 1: other words")
+    assert fork_text(whole) == "one before turn 3 by resume"
+    assert fork_text(left) == "one before turn 3 by replay, left at turn 1: turn 1: other words"
+    fork = {"session_id": "two", "status": "completed", "reward": 0.5, "forked_from": codec.plain(whole)}
+    [line] = [line.plain for line in inspection.fork_lines([fork])]
+    assert line == "fork two before turn 3 by resume: completed, reward 0.5"
 
 
 def test_snapshots_are_told_a_line_each() -> None:

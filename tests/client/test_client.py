@@ -220,6 +220,7 @@ def test_the_page_names_every_method_that_is_not_a_look() -> None:
         "metrics",
         "artifacts",
         "snapshots",
+        "forks",
         "export",
         "export_bytes",
         "formatted",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import trio
 from hollow_node import open_hollow
-from page_samples import HOSTILE, write_group, write_long
+from page_samples import HOSTILE, write_group, write_long, write_tree
 
 from polarnode.core.task import BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.node.config import NodeConfig
@@ -45,6 +45,7 @@ async def main(folder: Path, port: int, token: str | None, long: int, actions: b
             {"split": "test", "level": 2},
             BuilderSpec(config={"max_row_tokens": 256}),
         )
+        write_tree(journal, tokenizer, "tree")
         if long:
             write_long(journal, tokenizer, "long", long)
         await journal.flushed()

@@ -11,8 +11,17 @@ from attrs import define, evolve, field
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, Message, TextPart, ThinkingPart, ToolCall, Usage
-from polarnode.core.task import BuilderSpec, HarnessSpec, TaskSpec
-from polarnode.core.trajectory import NewMessages, Outcome, Timing, Trajectory, Turn, Verdict, VersionSpan
+from polarnode.core.task import BuilderSpec, ForkPolicy, GroupSpec, HarnessSpec, TaskSpec
+from polarnode.core.trajectory import (
+    ForkedFrom,
+    NewMessages,
+    Outcome,
+    Timing,
+    Trajectory,
+    Turn,
+    Verdict,
+    VersionSpan,
+)
 from polarnode.journal.journal import Journal
 from polarnode.merge.trajectory import Identity, Result, assemble
 from polarnode.tokens.tokenizer import LoadedTokenizer
@@ -90,7 +99,14 @@ class SampleSession:
         return index
 
     def over(
-        self, spec: TaskSpec, *, task_id: str, sample: int, reward: float | None, outcome: Outcome
+        self,
+        spec: TaskSpec,
+        *,
+        task_id: str,
+        sample: int,
+        reward: float | None,
+        outcome: Outcome,
+        fork: ForkedFrom | None = None,
     ) -> Trajectory:
         identity = Identity(
             session_id=self.session_id,
@@ -101,6 +117,7 @@ class SampleSession:
             harness_version="0.4.1",
             model="tiny",
             node="page",
+            forked_from=fork,
         )
         verdict = None if reward is None else Verdict(reward=reward, metrics={"passed": 3, "failed": 1})
         timing = Timing(init_s=1.4, ready_s=0.3, run_s=self.clock, post_s=2.1)
@@ -196,6 +213,25 @@ def write_group(
         )
 
 
+def write_tree(journal: Journal, tokenizer: LoadedTokenizer, task_id: str) -> None:
+    """A finished tree: a session, and two forks of it, of which the second left the record early."""
+    policy = ForkPolicy(at=(1,), per_session=2)
+    spec = TaskSpec(
+        instruction=USER, harness=HarnessSpec(name="pi"), num_samples=3, group=GroupSpec(fork=policy)
+    )
+    root, exact, left = names = tuple(f"{task_id}-{index}" for index in range(3))
+    journal.task_submitted(spec, task_id=task_id, session_ids=names, idempotency_key=None)
+    forks = {
+        root: None,
+        exact: ForkedFrom(session_id=root, turn=1, got=1, by="replay"),
+        left: ForkedFrom(session_id=root, turn=1, got=0, by="replay", differs=f"turn 0: {HOSTILE}"),
+    }
+    for sample, (name, fork) in enumerate(forks.items()):
+        made, outcome = odd_session(name, tokenizer, sample), Outcome(status="completed", exit_code=0)
+        whole = made.over(spec, task_id=task_id, sample=sample, reward=sample / 2, outcome=outcome, fork=fork)
+        publish(journal, made, whole)
+
+
 def write_long(journal: Journal, tokenizer: LoadedTokenizer, task_id: str, tokens: int) -> None:
     """One session whose row has about `tokens` tokens, half of them sampled."""
     spec = TaskSpec(instruction=USER, harness=HarnessSpec(name="pi"))
@@ -224,6 +260,7 @@ def publish(journal: Journal, made: SampleSession, whole: Trajectory) -> None:
             harness_version=whole.harness_version,
             model=whole.model,
             node=whole.node,
+            forked_from=whole.forked_from,
         )
     )
     for turn in made.turns:

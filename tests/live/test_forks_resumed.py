@@ -17,6 +17,7 @@ from live_kit import HERE, ServingNode, serving, short_temporary
 
 from polarnode.client import ClientError
 from polarnode.core.trajectory import ForkedFrom, Trajectory, Turn
+from polarnode.groups import forests_of, tree_rows_of
 from polarnode.harnesses import HARNESSES
 from polarnode.providers.volatile import RESUME_MARKER
 
@@ -93,6 +94,28 @@ def test_forks_go_on_from_one_state_each_its_own_way(forking: ServingNode, harne
     [first] = forking.submit(**task(harness, "long-5", fork={"session": name, "turn": 0}))
     assert forking.finished(first).forked_from == ForkedFrom(session_id=name, turn=0, got=0, by="resume")
     assert forking.finished(first).turns[0].before_key == parent.turns[0].before_key
+
+
+def test_a_group_is_a_tree_whose_forks_are_resumed_from_snapshots(forking: ServingNode) -> None:
+    fork = {"at": "even", "per_session": 2}
+    names = forking.submit(
+        **task("pi", "long-4", num_samples=3, group={"fork": fork}, snapshot_at={"every": 1})
+    )
+    root, *forks = [forking.finished(each) for each in names]
+    # a snapshot before each turn but the first, and the states in the middle of those
+    assert [each.forked_from for each in forks] == [
+        ForkedFrom(session_id=root.session_id, turn=turn, got=turn, by="resume") for turn in (2, 3)
+    ]
+    for found in forks:
+        assert found.outcome.status == "completed", found.outcome
+        turn = found.inherited
+        assert found.turns[turn].before_key == root.turns[turn].before_key
+        assert told(found.turns[turn + 1], "before") == told(root.turns[turn], "after")
+    group = next(forking.client.groups(task_id=root.task_id))
+    assert (group.state, group.tree, len(group.usable)) == ("complete", True, 3)
+    rows = tree_rows_of(forests_of([group]))
+    assert sum(row.tokens for row in rows) == sum(trained(each) for each in (root, *forks))
+    assert [each.session_id for each in forking.client.forks(root.session_id)] == names[1:]
 
 
 def test_a_state_with_living_processes_or_without_a_snapshot_is_refused(forking: ServingNode) -> None:

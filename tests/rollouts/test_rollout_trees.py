@@ -13,13 +13,14 @@ import pytest
 import trio
 from attrs import evolve
 from fakes_runtime import Call, Program
+from keeper_kit import KEEPER
+from keeper_kit import programs as keepers
 from session_kit import agent, life, task
-from test_resuming import KEEPER
-from test_resuming import programs as keepers
 
 from polarnode.core.errors import Refused, RuntimeFault
-from polarnode.core.task import ForkPolicy, GroupSpec, SnapshotSpec, TaskSpec
+from polarnode.core.task import ForkPolicy, ForkSpec, GroupSpec, SnapshotSpec, TaskSpec
 from polarnode.groups import Group, forests_of, read_group, rows_of, tree_rows_of
+from polarnode.journal.finished_groups import finished_groups
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Filters
 from polarnode.rollouts.scheduler import recover
@@ -82,6 +83,29 @@ async def test_forks_take_the_states_of_their_roots_and_are_one_group_with_them(
         rows_of([group])
 
 
+async def test_the_forks_of_a_session_are_listed_and_marked_in_their_group(tmp_path: Path) -> None:
+    group = await grown(tmp_path, tree(budgets={"retries": 1}))
+    root, *_, last = group.trajectories
+    path = tmp_path / "journal.sqlite"
+    async with life(path, {"agent": FOUR}) as (_, scheduler, _):
+        fork = ForkSpec(session=root.session_id, turn=2, by="replay")
+        _, (later,) = scheduler.submit(task(task_id="later", fork=fork))
+    async with open_journal(path, now=time.time) as journal:
+        names = [each.session_id for each in group.trajectories]
+        assert [each.session_id for each in await journal.forks(names[0], 10)] == [*names[2:4], later]
+        assert [each.session_id for each in await journal.forks(names[0], 1)] == [names[2]]
+        assert await journal.forks(later, 10) == ()
+        record = await journal.session(last.session_id)
+        assert record is not None
+        assert record.forked_from == last.forked_from
+        shown = {
+            each["task_id"]: each["sessions"]
+            for each in await journal.query(finished_groups, 9, None, None, None)
+        }
+        marks = [each["forked_from"] and each["forked_from"]["turn"] for each in shown["t"]]
+        assert (marks, shown["later"][0]["forked_from"]["turn"]) == ([None, None, 1, 3, 1, 3], 2)
+
+
 async def test_a_root_without_a_state_to_fork_costs_its_forks_and_nothing_else(tmp_path: Path) -> None:
     lost = agent(turns=4, each=0.01, ends=RuntimeFault("the container died"))
     one_turn = agent(turns=1, each=0.01)
@@ -117,10 +141,10 @@ async def test_a_fork_that_the_machine_lost_is_forked_before_the_same_turn(tmp_p
 
 
 async def test_a_group_that_has_enough_begins_no_fork(tmp_path: Path) -> None:
-    group = await grown(tmp_path, tree(group={"early_stop_min": 2}))
+    group = await grown(tmp_path, tree(samples=3, group={"early_stop_min": 1}))
     assert group.state == "early"
-    assert [member.why for member in group.members] == [None] * 2 + ["early stop"] * 4
-    assert states(group) == [None] * 6
+    assert [member.why for member in group.members] == [None, "early stop", "early stop"]
+    assert states(group) == [None] * 3
 
 
 async def test_a_cancelled_tree_begins_no_fork(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ VIEWS: dict[str, tuple[str, str]] = {
     "groups": ("#/groups", "with equal rewards"),
     "session": ("#/s/parser-1", "Timeline"),
     "failed": ("#/s/parser-3", "KeyError: 'x'"),
+    "fork": ("#/s/tree-2", "left at turn 0"),
     "conversation": ("#/s/parser-1/conversation", "I look at the code first."),
     "lineage": ("#/s/parser-1/lineage", "the history was edited"),
     "compare": ("#/s/parser-1/compare", "tokens are the same"),
@@ -208,6 +209,29 @@ def test_what_the_node_did_is_drawn_as_it_was_sampled(node: str, watched: Watche
         "aria-label", f"sessions in run: {running[-1]} now, at most {max(running)}"
     )
     page.screenshot(path=SHOTS / "history-light.png")
+    watched.is_clean(node)
+
+
+def test_a_fork_and_its_parent_are_linked(node: str, watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{node}/ui/#/groups")
+    row = page.locator("tr", has=page.get_by_text("tree", exact=True))
+    expect(row.locator(".dots circle")).to_have_count(1)
+    expect(row.locator(".dots path.fork.usable")).to_have_count(2)
+    row.get_by_role("link", name="sample 1: completed, reward 0.5; fork of tree-0 before turn 1").click()
+    expect(page.locator("h1")).to_have_text("tree-1")
+    parent = page.locator(".facts div", has_text="forked from")
+    expect(parent).to_contain_text("tree-0 before turn 1, by replay")
+    expect(page.locator(".panel", has_text="Forks")).to_have_count(0)
+    parent.get_by_role("link", name="tree-0").click()
+    expect(page.locator("h1")).to_have_text("tree-0")
+    assert page.url.endswith("#/s/tree-0/conversation?turn=1")
+    page.get_by_role("link", name="overview", exact=True).click()
+    forks = page.locator(".panel", has=page.get_by_role("heading", name="Forks"))
+    expect(forks.locator("tbody tr")).to_have_count(2)
+    page.screenshot(path=SHOTS / "forks-light.png")
+    forks.get_by_role("link", name="tree-2").click()
+    expect(page.locator(".facts div", has_text="forked from")).to_contain_text("left at turn 0: turn 0: ")
     watched.is_clean(node)
 
 
@@ -574,6 +598,8 @@ def show_file(watched: Watched, url: str) -> None:
     page.get_by_role("link", name="row 1").click()
     page.get_by_label("advantage").check()
     expect(page.locator(".legend")).to_contain_text("no advantage")
+    page.goto(f"{url}/#/s/tree-0/overview")
+    expect(page.locator(".panel", has_text="Forks").locator("tbody tr")).to_have_count(2)
     page.goto(f"{url}/#/s/parser-0/tokens")
     expect(page.locator("h1")).to_have_text("parser-0")  # else the box of the session before gets the key
     expect(page.locator(".token-line").first).to_be_visible()

@@ -80,7 +80,7 @@ const HEIGHT = 18;
 const WIDE = 160;
 const LEFT = 19; // where the lowest reward stands; what has none stands before it
 
-/** Each session of a group where its reward stands; hollow where it is unusable. @param {{group: any, range: {low: number, high: number}}} props */
+/** Each session of a group where its reward stands; hollow where it is unusable, a diamond where it is a fork. @param {{group: any, range: {low: number, high: number}}} props */
 function Dots({ group, range }) {
   const scale = (/** @type {number} */ value) => LEFT + ((value - range.low) / (range.high - range.low)) * (WIDE - LEFT - 7);
   const taken = new Map();
@@ -91,12 +91,20 @@ function Dots({ group, range }) {
       const beside = taken.get(Math.round(x)) ?? 0;
       taken.set(Math.round(x), beside + 1);
       const y = HEIGHT / 2 + (beside % 2 ? -1 : 1) * Math.ceil(beside / 2) * 2;
-      const said = `sample ${member.sample_index}: ${member.status}, reward ${reward(member.reward)}${member.why ? `; unusable: ${member.why}` : ""}`;
+      const fork = member.forked_from;
+      const from = fork ? `; fork of ${fork.session_id} before turn ${fork.turn}` : "";
+      const said = `sample ${member.sample_index}: ${member.status}, reward ${reward(member.reward)}${member.why ? `; unusable: ${member.why}` : ""}${from}`;
       return html`<a key=${member.session_id} href=${sessionLink(member.session_id)} aria-label=${said}>
-        <circle class=${member.usable ? "usable" : "unusable"} cx=${x} cy=${Math.min(HEIGHT - 4, Math.max(4, y))} r="3.5"><title>${said}</title></circle>
+        <${Dot} kind=${member.usable ? "usable" : "unusable"} fork=${fork} x=${x} y=${Math.min(HEIGHT - 4, Math.max(4, y))} said=${said} />
       </a>`;
     })}
   </svg>`;
+}
+
+/** A session: a circle, or a square that stands on its corner where it is a fork. @param {{kind: string, fork: any, x: number, y: number, said: string}} props */
+function Dot({ kind, fork, x, y, said }) {
+  if (fork) return html`<path class=${`fork ${kind}`} d=${`M${x - 4} ${y}l4 -4l4 4l-4 4z`}><title>${said}</title></path>`;
+  return html`<circle class=${kind} cx=${x} cy=${y} r="3.5"><title>${said}</title></circle>`;
 }
 
 /** @param {any} value of a task's metadata */

@@ -68,6 +68,7 @@ function Overview({ session, turns, trajectory }) {
         <${Facts} facts=${[
           ["task", html`<span class="id">${session.task_id}</span>`],
           ["sample", `${session.sample_index}${session.attempt ? `, attempt ${session.attempt}` : ""}`],
+          ["forked from", session.forked_from && html`<${Parent} fork=${trajectory?.forked_from ?? session.forked_from} />`],
           ["retried as", session.retried_as && html`<a class="id" href=${sessionLink(session.retried_as)}>${session.retried_as}</a>`],
           ["harness", trajectory && `${trajectory.harness.name} ${trajectory.harness.version ?? ""}`],
           ["model", trajectory?.model.name],
@@ -92,12 +93,42 @@ function Overview({ session, turns, trajectory }) {
         <${Facts} facts=${evaluationFacts(session, trajectory)} />
       <//>
     </div>
+    <${Forks} id=${session.session_id} />
     <${Panel} title="Timeline"><${Timeline} id=${session.session_id} timing=${trajectory?.timing ?? null} turns=${turns} /><//>
     ${outcome?.log_tail ? html`<${Panel} title="End of the log"><pre class="log"><${Plain} text=${outcome.log_tail} /></pre><//>` : null}
     <${Panel} title="Turns"><${Turns} id=${session.session_id} turns=${turns} /><//>
     ${trajectory && Object.keys(trajectory.metadata).length
       ? html`<${Panel} title="Metadata"><pre class="log"><${Plain} text=${JSON.stringify(trajectory.metadata, null, 2)} /></pre><//>`
       : null}`;
+}
+
+/** The state in which a fork began, and where it left the record before that. @param {{fork: any}} props */
+function Parent({ fork }) {
+  return html`<a class="id" href=${sessionLink(fork.session_id, "conversation", { turn: fork.turn })}>${fork.session_id}</a> before turn ${fork.turn}, by ${fork.by}
+    ${fork.got < fork.turn ? html`<span class="reason"> left at turn ${fork.got}: <${Plain} text=${fork.differs ?? ""} /></span>` : null}`;
+}
+
+/** The forks of a session; nothing where it has none. @param {{id: string}} props */
+function Forks({ id }) {
+  const forks = useAnswer(`/v1/sessions/${encodeURIComponent(id)}/forks`).value?.forks ?? [];
+  if (!forks.length) return null;
+  return html`<${Panel} title="Forks" note=${count(forks.length)}>
+    <${Table}
+      rows=${forks}
+      keyOf=${(/** @type {any} */ each) => each.session_id}
+      empty=""
+      columns=${[
+        { head: "session", cell: (/** @type {any} */ each) => html`<a class="id" href=${sessionLink(each.session_id)}>${each.session_id}</a>` },
+        { head: "task", cell: (/** @type {any} */ each) => html`<span class="id">${each.task_id}</span>` },
+        { head: "before turn", number: true, cell: (/** @type {any} */ each) => each.forked_from.turn },
+        { head: "by", cell: (/** @type {any} */ each) => each.forked_from.by },
+        { head: "status", cell: (/** @type {any} */ each) => html`<${State} word=${each.status} />` },
+        { head: "turns", number: true, cell: (/** @type {any} */ each) => count(each.turns) },
+        { head: "sampled", number: true, cell: (/** @type {any} */ each) => count(each.sampled_tokens) },
+        { head: "reward", number: true, cell: (/** @type {any} */ each) => reward(each.reward) },
+      ]}
+    />
+  <//>`;
 }
 
 /** @param {any} session @param {any} trajectory @returns {[string, any][]} */
