@@ -156,8 +156,8 @@ def reward_text(reward: float | None, none: str = "–") -> str:
 
 def fork_text(fork: ForkedFrom) -> str:
     """Where a fork began: its parent, the turn, how, and where it left the record earlier and why."""
-    left = f", left at turn {fork.got}: {fork.differs}" if fork.got < fork.turn else ""
-    return f"{fork.session_id} before turn {fork.turn} by {fork.by}{left}"
+    differs = f", in another state from turn {fork.got} on: {fork.differs}" if fork.differs else ""
+    return f"{fork.session_id} before turn {fork.turn} by {fork.by}{differs}"
 
 
 def merged_ratio(trajectory: Trajectory) -> str:

@@ -281,7 +281,7 @@ class ForkedFrom:
 
     Turns with an index below `got` are inherited: the other session sampled them, and they are trained
     there. `got` is less than `turn` where the fork left the record earlier; `differs` then says in words
-    what was different.
+    what was different. With `got` equal to `turn` it says how the state before that turn is another one.
     """
 
     session_id: str

@@ -4,7 +4,8 @@ asks what the parent asked.
 Synchronous, without a clock. A turn is given again only where a request stands where it stood: the same
 number, the same path, the same prompt to the token, and nothing else in progress. At the first request for
 which that does not hold, or at the turn that the fork was asked to begin with, it is over for good, and the
-engine samples. Invariant: the turns given again are those with an index below `got`, without a gap.
+engine samples. The request of that turn is compared too: what the agent did before it may have come out
+otherwise. Invariant: the turns given again are those with an index below `got`, without a gap.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +25,9 @@ AROUND = 20  # of them before the first that differs
 
 @define(eq=False)
 class InheritedAnswers:
-    """The answers of a parent's turns below `turn`. `on_end` is called once, with how many were given again
-    and the first difference in words (None: all of them were), before anything else is sampled.
+    """The answers of a parent's turns below `turn`; `turns` has turn `turn` as well, where it is recorded.
+    `on_end` is called once, with how many were given again and the first difference in words (None: the fork
+    is in the parent's state), before anything else is sampled.
     """
 
     turns: dict[int, Turn]
@@ -35,7 +37,7 @@ class InheritedAnswers:
     over: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.turns = {index: turn for index, turn in self.turns.items() if index < self.turn}
+        self.turns = {index: turn for index, turn in self.turns.items() if index <= self.turn}
 
     def take(self, plan: Plan, order: GenerateOrder, *, alone: bool) -> Turn | None:
         """The parent's turn whose answer this request is given; None where the engine samples, now and from
@@ -43,7 +45,7 @@ class InheritedAnswers:
         """
         if self.over:
             return None
-        differs = None if self.got == self.turn else self._difference(plan, order, alone=alone)
+        differs = self._difference(plan, order, alone=alone)
         if self.got < self.turn and differs is None:
             self.got = plan.index + 1
             return self.turns.pop(plan.index)
@@ -58,8 +60,8 @@ class InheritedAnswers:
         if plan.index != self.got or not alone:
             return f"turn {self.got} was asked for while another call was in progress"
         if recorded is None:
-            return f"the record has no {place}"
-        if recorded.state != "complete":
+            return f"the record has no {place}" if self.got < self.turn else None
+        if recorded.state != "complete" and self.got < self.turn:
             return f"{place} of the record has no whole answer: it is {recorded.state}"
         if Path.read(plan.before_key).key != Path.read(recorded.before_key).key:
             return f"{place}: {_words(plan, recorded)}"

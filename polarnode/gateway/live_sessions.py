@@ -368,8 +368,8 @@ class LiveSession:
         self, turns: Sequence[Turn], turn: int, on_end: Callable[[int, str | None], None]
     ) -> None:
         """Answer the first calls with what a parent's `turns` below `turn` answered, while they are the same
-        calls. `on_end` is called before the first one that is sampled anew, with the number of turns
-        inherited and the first difference in words.
+        calls; turn `turn`, where it is among them, is only compared. `on_end` is called before the first one
+        that is sampled anew, with the number of turns inherited and the first difference in words.
         """
 
         def ended(got: int, differs: str | None) -> None:
@@ -377,7 +377,7 @@ class LiveSession:
             on_end(got, differs)
 
         for each in turns:
-            for call in () if each.answer is None else each.answer.calls:
+            for call in () if each.answer is None or each.index >= turn else each.answer.calls:
                 self.lineages.references.adopt(each.index, call.id)
         self.inherited = turn
         self._answers = InheritedAnswers({each.index: each for each in turns}, turn, ended)

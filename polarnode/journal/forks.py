@@ -19,14 +19,16 @@ from polarnode.merge.trajectory import Identity
 @frozen(kw_only=True)
 class ForkParent:
     """A session to go on from. `spec` is its task's, None for a capture and where its row is damaged. `turns`
-    are those below the turn that was asked for, `damaged` names those of them that cannot be read; `count` is
-    the number of turns that it has, so far or in all.
+    are those below the turn that was asked for, `damaged` names those of them that cannot be read; `next` is
+    that turn, None where there is none that can be read; `count` is the number of turns that it has, so far
+    or in all.
     """
 
     spec: TaskSpec | None
     turns: tuple[Turn, ...]
     damaged: tuple[Damaged, ...]
     count: int
+    next: Turn | None = None
 
 
 def fork_parent(db: sqlite3.Connection, session_id: str, turn: int) -> ForkParent | None:
@@ -36,13 +38,14 @@ def fork_parent(db: sqlite3.Connection, session_id: str, turn: int) -> ForkParen
         return None
     task = queries.task(db, found.task_id)
     with snapshot(db):
-        turns, damaged = queries.readable_turns(db, session_id, before=turn)
+        turns, damaged = queries.readable_turns(db, session_id, before=turn + 1)
         count = _count(db, session_id)
     return ForkParent(
         spec=None if task is None or task.damaged is not None else task.spec,
-        turns=turns,
-        damaged=damaged,
+        turns=tuple(each for each in turns if each.index < turn),
+        damaged=tuple(each for each in damaged if each.part != f"turns[{turn}]"),
         count=count,
+        next=next((each for each in turns if each.index == turn), None),
     )
 
 

@@ -70,7 +70,8 @@ def begin_fork(
         found = check_fork(spec, spec.fork, parent)
     except Refused as refused:
         raise ForkError(str(refused)) from refused
-    live.inherit_answers(found.turns, spec.fork.turn, on_end)
+    compared = found.turns if found.next is None else (*found.turns, found.next)
+    live.inherit_answers(compared, spec.fork.turn, on_end)
 
 
 def begin_resumed(

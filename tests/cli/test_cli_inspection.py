@@ -92,7 +92,9 @@ def test_forks_and_their_parent_are_told_a_line_each() -> None:
     whole = ForkedFrom(session_id="one", turn=3, got=3, by="resume")
     left = ForkedFrom(session_id="one", turn=3, got=1, by="replay", differs="turn 1: other words")
     assert fork_text(whole) == "one before turn 3 by resume"
-    assert fork_text(left) == "one before turn 3 by replay, left at turn 1: turn 1: other words"
+    assert fork_text(left) == (
+        "one before turn 3 by replay, in another state from turn 1 on: turn 1: other words"
+    )
     fork = {"session_id": "two", "status": "completed", "reward": 0.5, "forked_from": codec.plain(whole)}
     [line] = [line.plain for line in inspection.fork_lines([fork])]
     assert line == "fork two before turn 3 by resume: completed, reward 0.5"

@@ -76,7 +76,7 @@ def forked(
     ended: Ended = []
     session = new_session(name, turns=turns, **budgets)
     session.inherit_answers(
-        [each for each in parent if each.index < turn], turn, lambda *end: ended.append(end)
+        [each for each in parent if each.index <= turn], turn, lambda *end: ended.append(end)
     )
     here.plane.sessions.add(session)
     return turns, ended
@@ -137,6 +137,24 @@ async def test_at_the_first_difference_the_engine_samples_for_good() -> None:
         (2, "turn 2: message 4 (tool) has 'made at 10:44:59', and 'made at 10:31:07' in the record")
     ]
     assert [same(*pair) for pair in zip(turns, here.turns, strict=True)] == [True, True, False, False]
+
+
+async def test_what_came_out_otherwise_just_before_the_turn_is_told() -> None:
+    engine = scripted(*(call(f"{number}.txt") for number in range(9)))
+    here = stage(engine)
+    await run(here, "s1", CHAT, ["one", "the output", "three"])
+    turns, ended = forked(here, here.turns, 2)
+    await run(here, "s2", CHAT, ["one", "(empty)", "three"])
+    assert ended == [(2, "turn 2: message 4 (tool) has '(empty)', and 'the output' in the record")]
+    assert [same(*pair) for pair in zip(turns, here.turns, strict=True)] == [True, True, False]
+
+
+async def test_a_turn_that_the_parent_has_not_made_yet_is_not_compared() -> None:
+    here = stage(scripted(*(call(f"{number}.txt") for number in range(9))))
+    await run(here, "s1", CHAT, "a")
+    _, ended = forked(here, here.turns, 1)
+    await run(here, "s2", CHAT, "zy")
+    assert ended == [(1, None)]
 
 
 async def test_other_tools_are_a_difference() -> None:

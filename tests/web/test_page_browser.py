@@ -169,7 +169,7 @@ VIEWS: dict[str, tuple[str, str]] = {
     "groups": ("#/groups", "with equal rewards"),
     "session": ("#/s/parser-1", "Timeline"),
     "failed": ("#/s/parser-3", "KeyError: 'x'"),
-    "fork": ("#/s/tree-2", "left at turn 0"),
+    "fork": ("#/s/tree-2", "in another state from turn 0"),
     "conversation": ("#/s/parser-1/conversation", "I look at the code first."),
     "lineage": ("#/s/parser-1/lineage", "the history was edited"),
     "compare": ("#/s/parser-1/compare", "tokens are the same"),
@@ -231,7 +231,9 @@ def test_a_fork_and_its_parent_are_linked(node: str, watched: Watched) -> None:
     expect(forks.locator("tbody tr")).to_have_count(2)
     page.screenshot(path=SHOTS / "forks-light.png")
     forks.get_by_role("link", name="tree-2").click()
-    expect(page.locator(".facts div", has_text="forked from")).to_contain_text("left at turn 0: turn 0: ")
+    expect(page.locator(".facts div", has_text="forked from")).to_contain_text(
+        "in another state from turn 0 on: turn 0: "
+    )
     watched.is_clean(node)
 
 

@@ -105,7 +105,7 @@ function Overview({ session, turns, trajectory }) {
 /** The state in which a fork began, and where it left the record before that. @param {{fork: any}} props */
 function Parent({ fork }) {
   return html`<a class="id" href=${sessionLink(fork.session_id, "conversation", { turn: fork.turn })}>${fork.session_id}</a> before turn ${fork.turn}, by ${fork.by}
-    ${fork.got < fork.turn ? html`<span class="reason"> left at turn ${fork.got}: <${Plain} text=${fork.differs ?? ""} /></span>` : null}`;
+    ${fork.differs ? html`<span class="reason">, in another state from turn ${fork.got} on: <${Plain} text=${fork.differs} /></span>` : null}`;
 }
 
 /** The forks of a session; nothing where it has none. @param {{id: string}} props */
