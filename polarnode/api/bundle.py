@@ -161,7 +161,9 @@ def _group(task: str, rows: Sequence[Mapping[str, Any]]) -> Json:
     )
     forks = {row["session_id"]: row.get("forked_from") for row in rows}
     sessions: Any = whole["sessions"]
-    members: Any = [{**each, "forked_from": forks[each["session_id"]]} for each in sessions]
+    members = sessions
+    if any(forks.values()):  # as a node does
+        members = [{**each, "forked_from": forks[each["session_id"]]} for each in sessions]
     return {
         **whole,
         "sessions": members,

@@ -25,8 +25,9 @@ ALL = {**EVERY, **OPERATIONS, **SGLANG}  # with Polar's and SGLang's
 PROGRAM = Path(sys.executable).with_name("schemathesis")
 # Its own word for what a schema allows and a law refuses (a group's numbers against each other, a name's
 # letters) would be a failure: 400 is right. `Allow` names GET at /v1/trajectories/ack, and rightly: a session
-# of that name would be there.
-CHECKS = ("--checks", "all", "--exclude-checks", "positive_data_acceptance,allow_header_conformance")
+# of that name would be there. `use_after_free`: DELETE of a task ends its sessions, and keeps it.
+UNFIT = "positive_data_acceptance,allow_header_conformance,use_after_free"
+CHECKS = ("--checks", "all", "--exclude-checks", UNFIT)
 # Streams do not end; their answers are read in tests/api/test_control_plane.py, test_live_changes.py.
 STREAMS = "^/v1/(trajectories/stream|sessions/live)$"
 ASKED = ("--exclude-path-regex", STREAMS, "--max-examples", "25", "--seed", "1", "--no-color")
