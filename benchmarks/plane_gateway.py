@@ -38,7 +38,9 @@ from polarnode.node.opening import rare_collections
 from polarnode.tokens.template import LoadedModel, load_model
 from polarnode.tokens.tokenizer import LoadedTokenizer
 
-TICK = 0.01  # seconds between looks at the loop: what a step holds it beyond that is its lag
+# seconds between looks at the loop: what a step holds it beyond that is its lag. A look costs CPU time, which
+# is in the CPU time of a request
+TICK = 0.05
 
 
 @define(eq=False)

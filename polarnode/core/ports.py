@@ -65,8 +65,8 @@ class GenerateOrder:
     `constraint` begins, the end of a thought that the prompt left open; None begins with the first token.
     `routed_from`: the first position of the prompt whose experts are returned, with all later ones; None
     returns none. `adapter`: the name of the adapter to sample by, in the version that is current when the
-    call begins; empty: the base. `whole`: its reader shows nothing before the end, so that what comes between
-    the first tokens and the last may wait, as `WithheldChunks`.
+    call begins; empty: the base. `whole`: its reader shows nothing before the end, so that what comes
+    before it may wait, as `WithheldChunks`.
     """
 
     request_id: str
@@ -90,7 +90,8 @@ class Chunk:
     whole sample so far.
 
     `finish_reason` is None while more follows, else "stop" (a stop id, which is the last of `ids`), "length"
-    or "abort". `top_logprobs` has a row for each of `ids` where it was requested. `routed` comes with the
+    or "abort". `first_at`: when the sample's first token came, on the reader's clock; None: as this chunk is
+    read. `top_logprobs` has a row for each of `ids` where it was requested. `routed` comes with the
     last chunk where it was requested, unless that is an "abort".
     """
 
@@ -99,6 +100,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     version_spans: tuple[VersionSpan, ...] = ()
     cached_tokens: int = 0
+    first_at: float | None = None
     top_logprobs: TopLogprobs | None = None
     routed: RoutedExperts | None = None
 

@@ -143,8 +143,8 @@ def sampling_parameters(sampling: Sampling, *, max_tokens: int) -> dict[str, Jso
 @define(eq=False)
 class Call:
     """An async iterator of chunks. What arrived since the consumer last looked is one chunk, so that a busy
-    loop handles fewer chunks, not more. The reader of a `whole` answer is woken by its first tokens and its
-    last, and for every WITHHELD_TOKENS between.
+    loop handles fewer chunks, not more. The reader of a `whole` answer is woken by its end, and by each
+    WITHHELD_TOKENS before it.
 
     Invariant: a chunk's ids are in the vocabulary, and each has one finite logprob and as many alternatives
     as were requested. A piece that does not fit fails the call, and nothing of it is sampled.
@@ -176,6 +176,7 @@ class Call:
     _error: EngineError | None = field(default=None, init=False)
     _spans: list[VersionSpan] = field(factory=list, init=False)
     _length: int = field(default=0, init=False)
+    _first_at: float | None = field(default=None, init=False)  # when its first tokens came
     _arrived: trio.Event = field(factory=trio.Event, init=False)
 
     def take(self, piece: Piece | Routed) -> bool:
@@ -197,6 +198,8 @@ class Call:
             self._routed.append(piece)
             return False
         sampled = ids(piece.ids)
+        if self._first_at is None and sampled:
+            self._first_at = trio.current_time()
         self._grow(len(sampled), piece.version)
         if piece.spans:
             self._spans = [
@@ -211,8 +214,7 @@ class Call:
             self._likelihoods += piece.alternative_logprobs
         self._cached = max(self._cached, piece.cached_tokens)
         self._finish = piece.finish
-        unread = self._length == len(self._ids)
-        if not self.whole or unread or piece.finish is not None or len(self._ids) >= WITHHELD_TOKENS:
+        if not self.whole or piece.finish is not None or len(self._ids) >= WITHHELD_TOKENS:
             self._arrived.set()
         return first
 
@@ -313,6 +315,7 @@ class Call:
             finish_reason=self._finish,
             version_spans=tuple(self._spans),
             cached_tokens=self._cached,
+            first_at=self._first_at,
             top_logprobs=_top(len(self._ids), self._alternatives, self._likelihoods),
             routed=_experts(self._routed) if self._finish is not None else None,
         )

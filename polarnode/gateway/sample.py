@@ -111,7 +111,7 @@ class Sample:
         """
         kept, deltas = self._read(chunk)
         if self.first_at is None and kept:
-            self.first_at = at
+            self.first_at = at if chunk.first_at is None else chunk.first_at
         self.ids.extend(chunk.ids[:kept])
         self.logprobs.extend(chunk.logprobs[:kept])
         self.spans = _within(chunk.version_spans, len(self.ids))

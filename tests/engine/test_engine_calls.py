@@ -195,7 +195,7 @@ async def read(call: Call, *pieces: Piece) -> list[Chunk]:
     return chunks
 
 
-async def test_the_reader_of_a_whole_answer_sleeps_between_its_first_tokens_and_its_last() -> None:
+async def test_the_reader_of_a_whole_answer_sleeps_until_its_end() -> None:
     call, reads = Call(rid=RID, whole=True), []
 
     async def reader() -> None:
@@ -207,23 +207,36 @@ async def test_the_reader_of_a_whole_answer_sleeps_between_its_first_tokens_and_
         for each in (piece([]), piece([1]), piece([2]), piece([3, 4])):
             call.take(each)
             await trio.testing.wait_all_tasks_blocked()
-        assert reads == [[1]]
+        assert reads == []
         call.take(piece(list(range(WITHHELD_TOKENS))))
         await trio.testing.wait_all_tasks_blocked()
-        assert reads == [[1], [2, 3, 4, *range(WITHHELD_TOKENS)]]
+        assert reads == [[1, 2, 3, 4, *range(WITHHELD_TOKENS)]]
         for each in (piece([5]), piece([6], finish="stop")):
             call.take(each)
             await trio.testing.wait_all_tasks_blocked()
-    assert reads[2:] == [[5, 6]]
+    assert reads[1:] == [[5, 6]]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_chunk_says_when_the_first_token_came(autojump_clock: trio.abc.Clock, whole: bool) -> None:
+    call = Call(rid=RID, whole=whole)
+    call.take(piece([]))
+    await trio.sleep(1)
+    came = trio.current_time()
+    call.take(piece([1]))
+    await trio.sleep(1)
+    call.take(piece([2], finish="stop"))
+    await trio.sleep(1)
+    assert (await call.__anext__()).first_at == came
 
 
 async def test_the_reader_of_a_whole_answer_is_woken_by_a_failure_after_what_was_sampled() -> None:
     call = Call(rid=RID, whole=True)
-    await read(call, piece([1]))
+    call.take(piece([1]))
     call.take(piece([2], version="1"))
     call.fail(EngineError("the host died"))
     last = await call.__anext__()
-    assert last.ids.tolist() == [2]
+    assert last.ids.tolist() == [1, 2]
     assert last.version_spans == (
         VersionSpan(version="0", start=0, end=1),
         VersionSpan(version="1", start=1, end=2),
@@ -235,7 +248,6 @@ async def test_the_reader_of_a_whole_answer_is_woken_by_a_failure_after_what_was
 async def test_a_reader_that_leaves_gets_what_was_withheld_once_and_never_the_end() -> None:
     call = Call(rid=RID, whole=True)
     assert call.withheld() is None
-    await read(call, piece([1]))
     call.take(piece([2]))
     call.take(piece([3], finish="stop"))
     withheld = call.withheld()

@@ -82,6 +82,20 @@ def test_a_stream_from_its_question_to_its_end() -> None:
     assert turn.message_key == scene.plan.after(turn.answer)
 
 
+def test_the_first_token_came_when_its_chunk_says() -> None:
+    scene = Scene()
+    commands = scene.play(
+        (scene.planned, [Render(scene.plan)]),
+        (rendered(), [order(temperature=1.0, max_tokens=98)]),
+        (
+            chunk("Hello", "stop", end=True, at=12.5, first_at=10.75),
+            [RecordTurn, KeepResponse, says('"content":"Hello"', "[DONE]"), EndStream()],
+        ),
+    )
+    turn = scene.turn(commands)
+    assert (turn.first_token_s, turn.ended_s) == (0.75, 2.5)
+
+
 def test_a_whole_answer_is_one_reply_after_its_record() -> None:
     scene = Scene(stream=False)
     commands = scene.play(
