@@ -453,22 +453,29 @@ class Residency:
     # ── places ────────────────────────────────────────────────────────────────
 
     def _valve(self, now: float) -> None:
-        """Displace idle sessions until the others fit, those whose tools take long first, then the smallest:
-        reading them again costs least. Where that is not enough, busy ones at their calls' end. One stays.
+        """Displace idle sessions until the others fit, those whose tools take long first. Of these the
+        smallest that is enough: reading it again costs least, and each one more is one more that waits. Where
+        that is not enough, busy ones at their calls' end. One stays.
         """
         most, tokens = LEAVE * self.budget, self._tokens()
         if tokens <= most:
             return
         staying = [found for found in self._sessions.values() if found.resident and not found.leaving]
-        staying.sort(key=lambda found: (found.calls > 0, now - found.idle_since < AWAY_S, found.own))
-        for found in staying[:-1]:
-            if tokens <= most:
-                return
-            tokens -= found.own
-            if found.calls:
-                found.leaving = True
-            else:
-                self._displace(found)
+        ranks: dict[tuple[bool, bool], list[_Session]] = {}
+        for found in sorted(staying, key=lambda found: found.own):
+            ranks.setdefault((found.calls > 0, now - found.idle_since < AWAY_S), []).append(found)
+        for rank in sorted(ranks):
+            smallest_first = ranks[rank]
+            while smallest_first and len(staying) > 1 and tokens > most:
+                enough = (each for each in smallest_first if each.own >= tokens - most)
+                found = next(enough, smallest_first[-1])
+                smallest_first.remove(found)
+                staying.remove(found)
+                tokens -= found.own
+                if found.calls:
+                    found.leaving = True
+                else:
+                    self._displace(found)
 
     def _returning(self, now: float) -> list[HeldCall]:
         calls: dict[str, list[HeldCall]] = {}

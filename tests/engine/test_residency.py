@@ -158,6 +158,21 @@ def test_what_is_too_much_is_displaced_smallest_first_and_comes_back_oldest_firs
     assert found.statistics(5.0).held == 0
 
 
+def test_the_smallest_that_is_enough_is_displaced_or_else_the_largest_first() -> None:
+    found = filled(40_000, 5_000, 8_000, 55_000)
+    found.look(1.0)
+    assert displaced(found) == ["s0"], "108,000 of 98,000: one is enough, in place of two that wait"
+    found = filled(30_000, 35_000, 45_000, 40_000)
+    found.look(1.0)
+    assert displaced(found) == ["s0", "s2"], (
+        "150,000 of 98,000: the largest, then the smallest that is enough"
+    )
+
+
+def displaced(found: Residency) -> list[str]:
+    return sorted(session for session, _ in found.forgotten())
+
+
 def test_a_busy_session_is_displaced_when_its_call_ends() -> None:
     found = filled(60_000)
     found.begin("s1", "pi", 0.0)
