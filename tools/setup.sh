@@ -37,6 +37,11 @@ fi
   exit 1
 }
 
+# forks by freezing; where it cannot be had, their tests are skipped with doctor's words
+if [ "${1:-}" = test ] && [ "$(id -u)" = 0 ]; then
+  tools/criu.sh || say "no criu: the tests of forks by freezing are skipped"
+fi
+
 extra=cpu
 command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && extra=gpu
 stamp=.venv/polarnode-$extra-$(cat pyproject.toml tools/constraints-$extra.txt tools/setup.sh | sha256sum | cut -c1-16)

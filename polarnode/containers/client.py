@@ -183,6 +183,23 @@ class InitialisedContainer:
     image: str  # its image's id
 
 
+@frozen(kw_only=True)
+class PlacedContainer:
+    """Where a container is on this machine: its id, the folders of its root, of its layer and of its bundle,
+    its configuration's file, and its image's id.
+    """
+
+    id: str
+    root: str
+    layer: Path
+    bundle: Path
+    image: str
+
+    @property
+    def config(self) -> Path:
+        return self.bundle / "config.json"
+
+
 @define(eq=False)
 class ContainerClient:
     """Runs at most `calls` calls at a time, each on its own podman-py client."""
@@ -227,6 +244,43 @@ class ContainerClient:
             )
 
         return await self._call("init", work)
+
+    async def placed(self, container: str) -> PlacedContainer:
+        """Where a container is, whether it was started or not. Raises RuntimeFault where it has no layer."""
+
+        def work(client: Any) -> PlacedContainer:
+            found = _checked(client.api.get(f"/containers/{container}/json")).json()
+            layer = ((found.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
+            if not layer:
+                raise APIError("the container has no layer of its own")
+            return PlacedContainer(
+                id=str(found["Id"]),
+                root=str(Path(layer).parent / "merged"),
+                layer=Path(layer),
+                bundle=Path(found["StaticDir"]),
+                image=str(found["Image"]),
+            )
+
+        return await self._call("inspect", work)
+
+    async def restore(self, container: str) -> None:
+        """Make the processes of a container of what is in its bundle."""
+        await self._call(
+            "restore",
+            lambda client: _checked(
+                client.api.post(
+                    f"/containers/{container}/restore",
+                    params={"keep": True, "ignoreRootFS": True, "ignoreVolumes": True},
+                )
+            ),
+        )
+
+    async def first_process(self, container: str) -> int:
+        """The process id, on this machine, of the first process of a running container."""
+        found = await self._call(
+            "inspect", lambda client: _checked(client.api.get(f"/containers/{container}/json")).json()
+        )
+        return int(found["State"]["Pid"])
 
     async def files_time(self, image: str) -> int:
         """The modification time of what is placed in containers of an image, in seconds since 1970: just

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from attrs import frozen
 
+from polarnode.containers.criu import ANNOTATION
 from polarnode.containers.files import opened_below
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.sealing import mounts_of
@@ -248,10 +249,11 @@ def container_spec(
     shift: int,
     seccomp: Path,
     volumes: Sequence[Volume] = (),
+    criu: Path | None = None,
 ) -> dict[str, Json]:
     """The libpod spec of a container; `volumes` are the shape's, resolved, and `seccomp` is its profile of
-    system calls. conmon kills the container `lifetime_s` seconds after its init, whether node and service are
-    alive or dead.
+    system calls. `criu`: the file that it is frozen by, which need not exist. conmon kills the container
+    `lifetime_s` seconds after its init, whether node and service are alive or dead.
     """
     return {
         "name": name,
@@ -277,6 +279,7 @@ def container_spec(
         **_confinement(findings, shift),
         "resource_limits": _limits(shape, findings.limits),
         "r_limits": _process_limits(shape, findings),
+        **({} if criu is None else {"annotations": {ANNOTATION: str(criu)}}),
         **({"storage_opts": {"size": f"{shape.disk_mb}m"}} if findings.quotas else {}),
     }
 

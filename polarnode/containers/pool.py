@@ -24,7 +24,8 @@ from attrs import define, evolve, field, frozen
 from polarnode.containers.container import Shape, shape_of
 from polarnode.containers.prepared import Workspace, workspace_of
 from polarnode.containers.recipes import Recipes
-from polarnode.containers.runtime import REMOVE_S, PodmanRuntime, Starter
+from polarnode.containers.runtime import REMOVE_S, PodmanRuntime
+from polarnode.containers.starting import Starter
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import RuntimeSpec
 

@@ -34,6 +34,7 @@ from polarnode.containers.control_groups import (
     has_controller,
     has_systemd,
 )
+from polarnode.containers.criu import freezing_obstacle
 from polarnode.containers.sealing import can_seal
 from polarnode.containers.user_namespace import ADMINISTRATOR, Limits, Rights, read_rights
 from polarnode.core.errors import RuntimeFault
@@ -220,6 +221,7 @@ class PodmanFindings:
     freezes: bool
     limits: frozenset[str]
     findings: tuple[Finding, ...]
+    freezing_obstacle: str | None = "it was not looked for"  # why sessions cannot be frozen into files
 
     @property
     def ok(self) -> bool:
@@ -242,14 +244,17 @@ async def probe(state_dir: Path, wanted: Limits = "enforced") -> PodmanFindings:
     driver: Literal["overlay", "vfs"] = (
         "vfs" if filesystem == "overlay" and mount_program is None else "overlay"
     )
-    native = driver == "overlay" and mount_program is None and _kernel() >= IDMAPPED_OVERLAY
-    user_namespaces = rights.kind == "root" and native and closed_folder(state_dir) is None
-    quotas = (
-        rights.kind == "root" and driver == "overlay" and mount_program is None and _has_quotas(state_dir)
-    )
+    layers, root = driver == "overlay" and mount_program is None, rights.kind == "root"
+    native = layers and _kernel() >= IDMAPPED_OVERLAY
+    user_namespaces = root and native and closed_folder(state_dir) is None
+    quotas = root and layers and _has_quotas(state_dir)
     limits = enforced(cgroups, rights)
     # the freezer of version 2 is in every group, and a container has one where its limits are kept
     freezes = bool(limits) and (cgroups == "v2" or has_controller("freezer", cgroups))
+    freezing = await freezing_obstacle(
+        _which("criu"), oci_runtime=oci, freezes=freezes, overlay=layers, root=root
+    )
+    what, _, remedy = (freezing or "sessions can be frozen by criu").partition(": ")
     findings = (
         _rights(rights),
         await _podman(podman),
@@ -262,6 +267,7 @@ async def probe(state_dir: Path, wanted: Limits = "enforced") -> PodmanFindings:
         _sealing(can_seal()),
         _disk_limit(quotas),
         _freezer(freezes),
+        Finding(name="fork by freezing", ok=True, what=what, remedy=remedy),
         _memory(state_dir),
         _builder(),
     )
@@ -284,6 +290,7 @@ async def probe(state_dir: Path, wanted: Limits = "enforced") -> PodmanFindings:
         freezes=freezes,
         limits=limits,
         findings=findings,
+        freezing_obstacle=freezing,
     )
 
 

@@ -2,61 +2,42 @@
 
 Programs run through `exec.py`; files are written and read from outside through `files.py`. A runtime is used
 once and never again.
-
-`Starter` makes one of a shape: create, init, volumes, endpoint, workdir, start. The order is what makes the
-endpoint reliable: `init` makes the namespaces, the listener is made in them, what is mounted is compared with
-what is allowed, and only then does anything run. A start that fails leaves nothing.
+`starting.py` makes them.
 """
 
-import itertools
 import logging
 import os
-import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import trio
 from attrs import define, field
 
-from polarnode.containers.client import ContainerClient, InitialisedContainer
-from polarnode.containers.container import (
-    FIRST_SHIFT,
-    IDS,
-    LABEL_NODE,
-    LABEL_OWNER,
-    LABEL_SESSION,
-    SLOTS,
-    Owner,
-    Shape,
-    container_spec,
-    open_volumes,
-)
-from polarnode.containers.control_groups import Group, UncountedGroup, control_group_of
+from polarnode.containers.below import Below
+from polarnode.containers.client import ContainerClient
 from polarnode.containers.copying import Copy
-from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
+from polarnode.containers.disk import WatchedContainer
 from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
 from polarnode.containers.files import Account, Collected, ContainerFiles, collect, unpack_workdir
 from polarnode.containers.freezing import Freeze
+from polarnode.containers.frozen import Frost, check_processes, thaw
 from polarnode.containers.inside import (
     ENDPOINT_HOST,
     ENDPOINT_PORT,
     Inside,
     Process,
-    limit_user_namespace,
-    look_inside,
-    open_model_endpoint,
 )
-from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.sealing import SealState, seal, unseal, writable_places
 from polarnode.containers.snapshots import SnapshotFiles, archive, check_size, restore
 from polarnode.core.errors import EvaluatorError, RuntimeFault, boundary
 from polarnode.core.ports import Ended
+from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import RuntimeSpec
-from polarnode.support.bounded import open_bounded_log, remember
+from polarnode.support.bounded import open_bounded_log
 
 # bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
 OUTPUT_LIMIT = 32 << 20
@@ -94,8 +75,10 @@ class PodmanRuntime:
     _on_close: Callable[[str], None]  # called with its id once it is removed, or left to the sweeper
     _watched: WatchedContainer
     _freeze: Freeze
+    _below: Below
+    _frost: Frost | None  # None where it cannot be frozen into files
     _closed: bool = field(default=False, init=False)
-    _sealed: SealState | None = field(default=None, init=False)
+    _sealed: SealState | None = field(default=None)
 
     @property
     def home(self) -> str:
@@ -190,6 +173,35 @@ class PodmanRuntime:
         order = await self._order(argv, env, user, workdir, stdin)
         with open_bounded_log(log, limit) as kept:
             return self._finish(await self._execs.run(order, lambda _, piece: kept.write(piece), alone=True))
+
+    async def start_below(self, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes = b"") -> int:
+        """Start a harness below the first process, so that it can be frozen; returns its number."""
+        return await self._below.start(await self._order(argv, env, None, None, stdin))
+
+    async def follow_below(self, number: int, *, log: Path, limit: int) -> int:
+        """As `run_logged`, of a harness that was started below the first process."""
+        with open_bounded_log(log, limit) as kept:
+            return self._finish(await self._below.follow(number, lambda _, piece: kept.write(piece)))
+
+    async def follow_copy(self, image: FrozenImage, *, log: Path, limit: int) -> int:
+        """The same, of a copy of a frozen container, which goes on now. Raises ForkError where its processes
+        are not the image's.
+        """
+
+        def begin() -> None:
+            check_processes(self._inside, image)
+            thaw(self._inside, image)
+
+        with open_bounded_log(log, limit) as kept:
+            code = await self._below.follow(image.number, lambda _, piece: kept.write(piece), begin=begin)
+            return self._finish(code)
+
+    async def write_frozen(self, spec: RuntimeSpec, to: Path, *, number: int, limit: int) -> FrozenImage:
+        """Write all processes and the layer to a folder, and let them go on. As `Frost.write`."""
+        if self._frost is None:
+            raise RuntimeFault("this machine cannot freeze containers: see `polarnode doctor`")
+        places = self._writable(spec)
+        return await self._frost.write(to, number=number, places=places, sealed=self._sealed, limit=limit)
 
     async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
         """Write files by absolute path, and the folders they need, owned by `user` (default: the
@@ -325,6 +337,9 @@ class PodmanRuntime:
         self._closed = True
         self.endpoint.close()
         self._inside.close()
+        self._below.close()
+        if self._frost is not None:
+            self._frost.criu.forget(self.id)
         with trio.move_on_after(REMOVE_S, shield=True) as scope:
             try:
                 await self._client.remove(self.id)
@@ -374,15 +389,6 @@ class PodmanRuntime:
             )
 
 
-# ── starting ──────────────────────────────────────────────────────────────────
-
-
-def _shifts() -> Iterator[int]:
-    """Ranges of user ids, one for each container; nodes begin at different places."""
-    first = os.getpid() * 64
-    return (FIRST_SHIFT + IDS * ((first + slot) % SLOTS) for slot in itertools.count())
-
-
 def _restore(kept: Path, files: ContainerFiles, workdir: str, limit: int) -> int:
     """Unpack a kept workdir beside its tar and copy it into a container; returns the bytes written."""
     with (
@@ -395,150 +401,3 @@ def _restore(kept: Path, files: ContainerFiles, workdir: str, limit: int) -> int
         copy = Copy(source=ContainerFiles(root=root, shift=0), target=files, limit=limit)
         copy.run("/", workdir)
         return copy.size
-
-
-@define(eq=False, kw_only=True)
-class Starter:
-    """Starts containers for one node. `alive` are the ids it has not removed yet, which the sweeper must
-    skip, `frozen` those whose programs are stopped.
-    """
-
-    client: ContainerClient
-    api: Path
-    findings: PodmanFindings
-    seccomp: Path
-    node_id: str
-    owner: Owner
-    watch: DiskWatch
-    allowed_volumes: tuple[str, ...] = ()
-    alive: set[str] = field(factory=set, init=False)
-    frozen: set[str] = field(factory=set, init=False)
-    _shift: Iterator[int] = field(factory=_shifts, init=False)
-    _files_times: dict[str, int] = field(factory=dict, init=False)  # of images, by id
-
-    async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
-        """A fresh runtime. If it raises RuntimeFault, nothing of the runtime remains."""
-        shift = next(self._shift) if self.findings.user_namespaces else 0
-        name = f"polarnode-{secrets.token_hex(8)}"
-        self.alive.add(name)
-        async with AsyncExitStack() as undo:
-            undo.push_async_callback(self._discard, name)
-            expires = trio.current_time() + lifetime_s
-            inside, initialised = await self._made(
-                shape, name, session_id=session_id, lifetime_s=lifetime_s, shift=shift
-            )
-            layer = initialised.layer
-            undo.callback(inside.close)
-            files_time = await self._files_time(initialised.image)
-            endpoint = await open_model_endpoint(inside.pid)
-            undo.callback(endpoint.close)
-            files = ContainerFiles(root=inside.root, shift=shift)
-            account = await trio.to_thread.run_sync(_prepare, files, shape, name, files_time)
-            await self.client.start(name)
-            undo.pop_all()
-        freeze = Freeze(
-            container=name, client=self.client, frozen=self.frozen, possible=self.findings.freezes
-        )
-        watched = self._watch_disk(name, shape, inside, layer, freeze)
-        execs = Execs(
-            socket=self.api, container=name, inside=inside, limiter=self.client.limiter, freeze=freeze
-        )
-        return PodmanRuntime(
-            id=name,
-            endpoint=endpoint,
-            workdir=shape.workdir,
-            user=shape.user,
-            account=account,
-            files_time=files_time,
-            expires=expires,
-            inside=inside,
-            files=files,
-            execs=execs,
-            watched=watched,
-            freeze=freeze,
-            client=self.client,
-            on_close=self._forget,
-        )
-
-    async def _made(
-        self, shape: Shape, name: str, *, session_id: str, lifetime_s: float, shift: int
-    ) -> tuple[Inside, InitialisedContainer]:
-        """Make a container with its namespaces and volumes, in which nothing runs yet."""
-        labels = {LABEL_NODE: self.node_id, LABEL_SESSION: session_id, LABEL_OWNER: self.owner.label()}
-        with ExitStack() as opened:
-            sources = await trio.to_thread.run_sync(
-                opened.enter_context, open_volumes(shape.volumes, self.allowed_volumes)
-            )
-            spec = container_spec(
-                shape,
-                self.findings,
-                name=name,
-                labels=labels,
-                lifetime_s=lifetime_s,
-                shift=shift,
-                seccomp=self.seccomp,
-                volumes=sources.volumes,
-            )
-            await self.client.create(spec)
-            initialised = await self.client.init(name)
-            inside = look_inside(initialised.pid)
-            try:
-                sources.check_mounted(inside.root)
-                with boundary(RuntimeFault, "a container's sockets could not be bounded"):
-                    self._group(inside).limit_sockets()
-                if self.findings.user_namespaces:
-                    await limit_user_namespace(inside)
-            except BaseException:
-                inside.close()
-                raise
-        return inside, initialised
-
-    async def _files_time(self, image: str) -> int:
-        if image not in self._files_times:
-            remember(self._files_times, image, await self.client.files_time(image), most=FILES_TIMES)
-        return self._files_times[image]
-
-    def _watch_disk(
-        self, name: str, shape: Shape, inside: Inside, layer: Path | None, freeze: Freeze
-    ) -> WatchedContainer:
-        """Watch its disk, where there is a layer to measure."""
-
-        async def end() -> None:
-            await freeze.thaw_for_good()
-            await inside.kill_all()
-
-        group = self._group(inside)
-        place = WritableLayer(
-            folder=layer or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
-        )
-        watched = WatchedContainer(id=name, layer=place, limit_mb=shape.disk_mb, end=end)
-        if layer is not None:
-            self.watch.add(watched)
-        return watched
-
-    def _group(self, inside: Inside) -> Group:
-        return control_group_of(inside.pid) if self.findings.limits else UncountedGroup(inside.members)
-
-    def _forget(self, name: str) -> None:
-        self.watch.discard(name)
-        self.alive.discard(name)
-        self.frozen.discard(name)
-
-    async def _discard(self, name: str) -> None:
-        with trio.move_on_after(REMOVE_S, shield=True):
-            try:
-                await self.client.remove(name)
-            except RuntimeFault as fault:
-                _log.warning("container %s is left to the sweeper: %s", name, fault)
-        self.alive.discard(name)
-
-
-def _prepare(files: ContainerFiles, shape: Shape, name: str, files_time: int) -> Account:
-    """Make the workdir, fix the mode of `/`, and look up the user. What a listing shows of these is equal in
-    all containers of an image; so is /etc/hosts, where Podman puts the container's name.
-    """
-    account = files.account(shape.user)
-    files.own_top(files_time)
-    files.forget_host(name)
-    files.make_folder(shape.workdir, account, at_s=files_time)
-    return account

@@ -26,14 +26,17 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.containers.client import ContainerClient, ListedContainer
 from polarnode.containers.container import LABEL_OWNER, Owner, read_owner, this_process
+from polarnode.containers.criu import Criu
 from polarnode.containers.disk import DiskWatch
 from polarnode.containers.pool import Pool, PrewarmRequest, RuntimesStatistics
 from polarnode.containers.prepared import PodmanCopies, Workspace, Workspaces, workspace_of
 from polarnode.containers.probe import PodmanFindings, Store
 from polarnode.containers.recipes import RuntimesSettings, default_runtimes_dir, read_recipes
-from polarnode.containers.runtime import PodmanRuntime, Starter
+from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.service import PodmanService, configure_store
+from polarnode.containers.starting import Starter
 from polarnode.core.errors import RuntimeFault
+from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import RuntimeSpec
 from polarnode.support.concurrency import open_background
 
@@ -275,6 +278,31 @@ class Runtimes:
                 await prepare(runtime)
                 yield runtime
 
+    @asynccontextmanager
+    async def open_frozen(
+        self, spec: RuntimeSpec, image: FrozenImage, folder: Path, *, session_id: str, lifetime_s: float
+    ) -> AsyncIterator[PodmanRuntime]:
+        """A copy of a frozen runtime, whose processes are stopped until `follow_copy`, removed when the block
+        ends. Raises RuntimeFault where it cannot be restored, ForkError where it is of another machine.
+        """
+        runtime = await self._pool.starter.restore(
+            self._pool.shape(spec), image, folder, session_id=session_id, lifetime_s=lifetime_s
+        )
+        async with self._pool.lent(runtime):
+            yield runtime
+
+    async def has_image(self, image_id: str) -> bool:
+        """Whether an image is in the store."""
+        try:
+            return bool(await self._sweeper.client.image_id(image_id))
+        except RuntimeFault:
+            return False
+
+    @property
+    def freezing_obstacle(self) -> str | None:
+        """Why sessions cannot be frozen here, as `polarnode doctor` says it; None where they can."""
+        return self.findings.freezing_obstacle
+
     def preparing(self, spec: RuntimeSpec) -> bool:
         """Whether what this task needs is being prepared now, so that waiting is worthwhile."""
         return self._workspaces.busy(self._workspace(spec))
@@ -345,6 +373,20 @@ class AbsentRuntimes:
         """Raises RuntimeFault: for what a node with containers left to be run again."""
         raise RuntimeFault(NO_CONTAINERS)
 
+    def open_frozen(
+        self, spec: RuntimeSpec, image: FrozenImage, folder: Path, *, session_id: str, lifetime_s: float
+    ) -> AbstractAsyncContextManager[PodmanRuntime]:
+        """Raises RuntimeFault, as `open_prepared`."""
+        raise RuntimeFault(NO_CONTAINERS)
+
+    async def has_image(self, image_id: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return False
+
+    @property
+    def freezing_obstacle(self) -> str | None:
+        return NO_CONTAINERS
+
     def preparing(self, spec: RuntimeSpec) -> bool:
         return False
 
@@ -398,6 +440,11 @@ async def _pooled(
 ) -> AsyncIterator[Runtimes]:
     owner = this_process()
     watch = DiskWatch(store=store.state_dir, reserve=settings.disk_reserve_mb << 20)
+    criu = None
+    if findings.freezing_obstacle is None and findings.oci_runtime is not None:
+        criu = Criu(
+            oci_runtime=findings.oci_runtime, environment=store.environment(), configs=store.run_dir / "criu"
+        )
     starter = Starter(
         client=client,
         api=service.socket,
@@ -407,6 +454,7 @@ async def _pooled(
         owner=owner,
         watch=watch,
         allowed_volumes=settings.volumes,
+        criu=criu,
     )
     forgotten = ForgottenContainers(
         storage=service.store.storage, oci_runtime=findings.oci_runtime or Path("runc")

@@ -35,6 +35,45 @@ class ReferenceKey:
 
 
 @frozen(kw_only=True)
+class FrozenProcess:
+    """A process of a frozen container: its id there, its name, and whether it was stopped by a signal."""
+
+    number: int
+    comm: str
+    stopped: bool = False
+
+
+@frozen(kw_only=True)
+class FrozenMount:
+    """A mount of a frozen container that its seal made read-only, with its flags."""
+
+    place: str
+    flags: int
+
+
+@frozen(kw_only=True)
+class FrozenImage:
+    """What is beside the files of a frozen container. `bytes`: of its memory and its layer. `number`: the id
+    of the harness's shell in the container. `shift`: the offset of its user ids. `container`, `name`, `root`:
+    its id, its name and the place of its root, which its configuration has. `machine`: the kernel it ran on.
+    `closed`, `opened`: what undoes its seal. `key`: of the session, which the harness has in its memory.
+    """
+
+    bytes: int
+    number: int
+    shift: int
+    container: str
+    name: str
+    root: str
+    image_id: str
+    machine: str
+    processes: tuple[FrozenProcess, ...]
+    closed: tuple[FrozenMount, ...] = ()
+    opened: tuple[str, ...] = ()
+    key: str = field(default="", repr=False)
+
+
+@frozen(kw_only=True)
 class Snapshot:
     """What is beside a snapshot's archive: the state before turn `turn` of a session. The file is readable by
     the node's user alone, because it holds the session's secret.
@@ -43,7 +82,8 @@ class Snapshot:
     `image_id` is of the image the session's container was made of; `places` are the folders in the archive.
     `obstacles`: sentences why no harness may be resumed from it; none where it may. `taken`: seconds since
     1970. `seconds`: how long the call was held. `run_s`: seconds of its RUN that the session had spent,
-    without those in which its calls were held.
+    without those in which its calls were held. `frozen`: the processes too, where the task asks for them;
+    `not_frozen`: why there are none.
     """
 
     session_id: str
@@ -62,11 +102,15 @@ class Snapshot:
     left_out: tuple[str, ...] = ()
     obstacles: tuple[str, ...] = ()
     run_s: float = 0.0
+    frozen: FrozenImage | None = None
+    not_frozen: str | None = None
 
 
 @frozen(kw_only=True)
 class SnapshotStatus:
-    """A snapshot as it is listed. `why_not`: why no harness may be resumed from it."""
+    """A snapshot as it is listed. `why_not`: why no harness may be resumed from it. `frozen`: whether it has
+    the processes too; `not_frozen`: why it has none though its task asks for them.
+    """
 
     turn: int
     taken: float
@@ -75,6 +119,8 @@ class SnapshotStatus:
     seconds: float
     resumable: bool
     why_not: str | None = None
+    frozen: bool = False
+    not_frozen: str | None = None
 
 
 @frozen(kw_only=True)
@@ -91,10 +137,12 @@ def status_of(snapshot: Snapshot) -> SnapshotStatus:
         turn=snapshot.turn,
         taken=snapshot.taken,
         files=snapshot.files,
-        bytes=snapshot.bytes,
+        bytes=snapshot.bytes + (0 if snapshot.frozen is None else snapshot.frozen.bytes),
         seconds=snapshot.seconds,
         resumable=not snapshot.obstacles,
         why_not="; ".join(snapshot.obstacles) or None,
+        frozen=snapshot.frozen is not None,
+        not_frozen=snapshot.not_frozen,
     )
 
 

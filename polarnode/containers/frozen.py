@@ -1,0 +1,293 @@
+"""Containers with their processes in files: frozen while their harness waits, and made again for forks.
+
+A container is paused, CRIU writes its processes, and its layer is copied, so that both are of one moment;
+then it goes on. A copy is a container of Podman's like any other, with a name and labels of its own: its
+layer and its processes are put into it before it is started, and it is restored in place of a start. It has
+the user ids of the original, because its processes have. Its processes are stopped until `thaw`, when its
+endpoint listens.
+
+Invariants: a folder without `config.json` is no image; nothing of a copy runs before `thaw`.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import trio
+from attrs import define
+
+from polarnode.containers.below import number_of
+from polarnode.containers.client import ContainerClient, PlacedContainer
+from polarnode.containers.criu import Criu, error_in
+from polarnode.containers.freezing import Freeze
+from polarnode.containers.inside import EGRESS_PORT, ENDPOINT_PORT, Inside
+from polarnode.containers.sealing import Mount, SealState
+from polarnode.core.errors import ForkError, Refused, RuntimeFault, boundary
+from polarnode.core.snapshots import FrozenImage, FrozenMount, FrozenProcess
+
+IMAGES, LAYER, CONFIG = "criu", "layer.tar", "config.json"
+# of the layer: names, owners, modes and times to the nanosecond, and what overlay notes in attributes
+TAR = ("tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "--acls")
+# runc gives up on a container whose processes start others all the time, on a busy machine: one time in ten
+PAUSES, PAUSE_AGAIN_S = 4, 0.1
+ESTABLISHED = "01"  # the state of a connection in /proc/net/tcp
+
+
+@define(eq=False, kw_only=True)
+class Frost:
+    """Freezes one running container. `layer` is the folder of what it has written."""
+
+    criu: Criu
+    client: ContainerClient
+    name: str
+    inside: Inside
+    freeze: Freeze
+    shift: int
+    layer: Path
+
+    async def write(
+        self, to: Path, *, number: int, places: Sequence[str], sealed: SealState | None, limit: int
+    ) -> FrozenImage:
+        """Write the container to a folder that does not exist yet, and let it go on. `number`: the harness's
+        shell in it. `places`: where files may be that processes watch. Raises Refused for more than `limit`
+        bytes, RuntimeFault where it cannot be written or could not be restored as it is.
+        """
+        await trio.to_thread.run_sync(self._check, limit)
+        placed = await self.client.placed(self.name)
+        stopped = await trio.to_thread.run_sync(self._stopped)
+        try:
+            with boundary(RuntimeFault, "the frozen image could not be written"):
+                await trio.to_thread.run_sync(_make_folders, to)
+                await trio.to_thread.run_sync(self.criu.tell_dump, self.name, places)
+                async with self._paused():
+                    processes = await trio.to_thread.run_sync(self._processes, stopped)
+                    await self.criu.dump(placed.id, to / IMAGES, to)
+                    await _tar("-S", "--format=posix", "-cf", to / LAYER, "-C", self.layer, ".")
+                size = await trio.to_thread.run_sync(_finish, to, placed.config)
+        except BaseException:
+            await remove_image(to)
+            raise
+        if size > limit:
+            await remove_image(to)
+            raise _too_large(limit)
+        return FrozenImage(
+            bytes=size,
+            number=number,
+            shift=self.shift,
+            container=placed.id,
+            name=self.name,
+            root=placed.root,
+            image_id=placed.image,
+            machine=platform.release(),
+            processes=processes,
+            closed=() if sealed is None else tuple(_frozen_mount(each) for each in sealed.closed),
+            opened=() if sealed is None else sealed.opened,
+        )
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Stop everything in the container for the block, but for one that was stopped before."""
+        was_frozen = self.freeze.on
+        for _ in range(PAUSES - 1):
+            try:
+                await self.freeze.freeze()
+                break
+            except RuntimeFault:
+                await trio.sleep(PAUSE_AGAIN_S)
+        await self.freeze.freeze()
+        try:
+            yield
+        finally:
+            with trio.CancelScope(shield=True):
+                if not was_frozen:
+                    await self.freeze.thaw()
+
+    def _check(self, limit: int) -> None:
+        """Refuse what would be too large, and what a copy would not have."""
+        if found := next(connections(self.inside.pid), None):
+            raise RuntimeFault(
+                f"processes are connected to each other by TCP ({found}), and no copy would be"
+            )
+        size = sum(map(_resident, [self.inside.pid, *self.inside.members()]))
+        if size > limit:
+            raise _too_large(limit)
+
+    def _stopped(self) -> frozenset[int]:
+        """The processes that a signal has stopped. Read before the freezer stops all."""
+        return frozenset(pid for pid in self.inside.members() if _state(pid)[1] == "T")
+
+    def _processes(self, stopped: frozenset[int]) -> tuple[FrozenProcess, ...]:
+        found = ((pid, number_of(pid)) for pid in self.inside.members())
+        return tuple(
+            FrozenProcess(number=number, comm=_state(pid)[0], stopped=pid in stopped)
+            for pid, number in sorted(found)
+            if number is not None
+        )
+
+
+def _frozen_mount(mount: Mount) -> FrozenMount:
+    return FrozenMount(place=mount.place, flags=mount.flags)
+
+
+def seal_of(image: FrozenImage) -> SealState | None:
+    """The seal that the processes of an image are under."""
+    if not image.closed and not image.opened:
+        return None
+    closed = tuple(Mount(place=each.place, flags=each.flags, writable=True) for each in image.closed)
+    return SealState(closed=closed, opened=image.opened)
+
+
+def connections(pid: int) -> Iterator[str]:
+    """Connections between processes of a container, as `PORT to PORT`: not those of its model endpoint and
+    its way out, whose other ends are the node's.
+    """
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                here, there = (int(each.rpartition(":")[2], 16) for each in words[1:3])
+                if words[3] == ESTABLISHED and not {here, there} & {ENDPOINT_PORT, EGRESS_PORT}:
+                    yield f"port {here} to {there}"
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that only this process has or that are no file's: what is written of it."""
+    with suppress(OSError, ValueError):
+        found = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+        line = next((each for each in found if each.startswith("RssAnon:")), "RssAnon: 0 kB")
+        return int(line.split()[1]) << 10
+    return 0
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """The name and the state of a process; empty once it has ended."""
+    try:
+        head, _, rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    except OSError:
+        return "", ""
+    return head.partition("(")[2], rest.split()[0]
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(
+        f"the session's memory and layer are more than {limit >> 20} MiB: raise max_mb",
+        path="$.snapshot_at.max_mb",
+    )
+
+
+def _make_folders(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / IMAGES).mkdir()
+    (folder / IMAGES).chmod(0o755)
+
+
+def _finish(folder: Path, config: Path) -> int:
+    """Make the images readable for the user that the copy's root is, and add the container's configuration.
+    Returns the bytes of all.
+    """
+    for file in (folder / IMAGES).iterdir():
+        file.chmod(0o644)  # below a folder that only root may enter
+    for log in ("dump.log", "stats-dump"):
+        (folder / log).unlink(missing_ok=True)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    text = config.read_bytes()
+    (folder / CONFIG).write_bytes(text)
+    return size + len(text)
+
+
+async def remove_image(folder: Path) -> None:
+    """Remove a folder of an image, if there is one: first what makes it one."""
+    with trio.CancelScope(shield=True):
+        await trio.to_thread.run_sync(remove_folder, folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """The same, in a thread."""
+    (folder / CONFIG).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _tar(*argv: str | Path) -> None:
+    done = await trio.run_process(
+        [*TAR, *argv], capture_stdout=True, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
+    )
+    if done.returncode:
+        raise OSError(done.stdout.decode(errors="replace").strip()[-200:])
+
+
+# ── copies ────────────────────────────────────────────────────────────────────
+
+
+def check_machine(image: FrozenImage) -> None:
+    """Raise ForkError where an image was written on another kernel: its processes expect that one."""
+    if image.machine != platform.release():
+        raise ForkError(
+            f"it was frozen on Linux {image.machine}, and this is {platform.release()}: fork it by resume or"
+            " replay"
+        )
+
+
+async def restore_into(
+    placed: PlacedContainer, name: str, client: ContainerClient, criu: Criu, image: FrozenImage, folder: Path
+) -> None:
+    """Make a container that was created, and never started, a copy of a frozen one, with its processes
+    stopped. Raises RuntimeFault with CRIU's first error.
+    """
+    with boundary(RuntimeFault, "a frozen container cannot be restored"):
+        await _tar("-xpf", folder / LAYER, "-C", placed.layer)
+        await trio.to_thread.run_sync(_configure, placed, name, image, folder)
+        criu.tell_restore(name)
+        try:
+            await client.restore(name)
+        except RuntimeFault as fault:
+            why = error_in(placed.bundle / "restore.log")
+            raise RuntimeFault(f"criu cannot restore it: {why or fault}") from fault
+        await trio.to_thread.run_sync(_forget_host, placed, name)
+
+
+def _configure(placed: PlacedContainer, name: str, image: FrozenImage, folder: Path) -> None:
+    """The original's configuration with the copy's names and places, where Podman looks for it."""
+    text = (folder / CONFIG).read_text()
+    for old, new in ((image.container, placed.id), (image.root, placed.root), (image.name, name)):
+        text = text.replace(old, new)
+    (placed.bundle / "config.json").write_text(text)
+    (placed.bundle / "checkpoint").symlink_to(folder / IMAGES)
+
+
+def _forget_host(placed: PlacedContainer, name: str) -> None:
+    """Take the container's name out of its /etc/hosts, on this machine: inside it is read-only."""
+    mounts = json.loads((placed.bundle / "config.json").read_text())["mounts"]
+    hosts = next((Path(each["source"]) for each in mounts if each["destination"] == "/etc/hosts"), None)
+    if hosts is not None:
+        hosts.write_text(re.sub(rf"[ \t]+{re.escape(name)}(?=\s|$)", "", hosts.read_text()))
+
+
+def check_processes(inside: Inside, image: FrozenImage) -> None:
+    """Raise ForkError with the first process of an image that its copy has not, or the other way round."""
+    found = {(number_of(pid), _state(pid)[0]) for pid in inside.members()}
+    expected = {(each.number, each.comm) for each in image.processes}
+    if found != expected:
+        number, comm = min(found ^ expected, key=lambda each: each[0] or 0)
+        which = "is missing in" if (number, comm) in expected else "is only in"
+        raise ForkError(f"process {number} ({comm}) {which} the copy of the frozen session")
+
+
+def thaw(inside: Inside, image: FrozenImage) -> None:
+    """Let the processes of a copy run, but for those that had been stopped before. Children first: none then
+    sees one of its own stopped.
+    """
+    stopped = {each.number for each in image.processes if each.stopped}
+    members = [(number_of(pid), pid) for pid in inside.members()]
+    for number, pid in sorted(members, key=lambda each: each[0] or 0, reverse=True):
+        if number not in stopped and inside.holds(pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+    if inside.alive():
+        signal.pidfd_send_signal(inside.pidfd, signal.SIGCONT)
