@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import click
@@ -22,7 +22,7 @@ from polarnode.client.blocking import PolarnodeClient
 from polarnode.core import codec
 from polarnode.core.errors import Refused
 from polarnode.core.status import Submitted
-from polarnode.core.task import EvaluatorSpec
+from polarnode.core.task import EvaluatorSpec, ForkWay
 from polarnode.node.config import NodeConfig
 from polarnode.sources.values import SourcedTask
 
@@ -82,7 +82,7 @@ def fork(
     *,
     turn: int,
     num_samples: int,
-    by: Literal["resume", "replay"],
+    by: ForkWay,
     as_json: bool,
 ) -> None:
     """Submit a task of forks. Its id goes to stdout for scripts, and the rest to stderr."""

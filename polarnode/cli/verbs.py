@@ -90,10 +90,10 @@ def tasks(limit: int, before: str | None, as_json: bool, url: str, token: str | 
 @click.option("-n", "num_samples", type=click.IntRange(1, 4096), default=1, show_default=True, help="Forks.")
 @click.option(
     "--by",
-    type=click.Choice(("resume", "replay")),
+    type=click.Choice(("resume", "replay", "freeze")),
     default="resume",
     show_default=True,
-    help="From a snapshot, or by answering from the record.",
+    help="From a snapshot's files, by answering from the record, or from its frozen processes.",
 )
 @as_json
 @node_address

@@ -34,7 +34,15 @@ from polarnode.core.status import (
     TaskStatus,
     TimeSeries,
 )
-from polarnode.core.task import Budgets, CaptureSpec, EvaluationSpec, EvaluatorSpec, GroupSpec, TaskSpec
+from polarnode.core.task import (
+    Budgets,
+    CaptureSpec,
+    EvaluationSpec,
+    EvaluatorSpec,
+    ForkWay,
+    GroupSpec,
+    TaskSpec,
+)
 from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.core.weights import (
     AdapterReport,
@@ -95,7 +103,7 @@ class PolarnodeClient:
         turn: int,
         *,
         num_samples: int = 1,
-        by: Literal["resume", "replay"] = "resume",
+        by: ForkWay = "resume",
         task_id: str | None = None,
         sampling: Sampling | None = None,
         budgets: Budgets | None = None,

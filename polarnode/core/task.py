@@ -250,6 +250,7 @@ class SnapshotSpec:
     * `max_mb`: the most MiB of content in one; a session with more has none.
     * `keep`: the most of one session; beyond it the oldest that `turns` does not name is removed.
     * `resume_lost`: a session that the machine lost goes on from the last one, where its harness can.
+    * `freeze`: keep the processes too, for forks by `freeze`; memory and layer have four times `max_mb`.
     """
 
     turns: tuple[int, ...] = field(default=(), metadata={"shorthand": list})
@@ -260,6 +261,7 @@ class SnapshotSpec:
     max_mb: int = 256
     keep: int = 16  # a tree of 16 branch points; 4 GiB of disk where each is as large as it may be
     resume_lost: bool = True
+    freeze: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -272,18 +274,21 @@ class SnapshotSpec:
         return bool(self.tool_calls) or self.entropy is not None
 
 
+ForkWay = Literal["resume", "replay", "freeze"]
+
+
 @frozen(kw_only=True)
 class ForkSpec:
     """Where the task's sessions begin: in the state of another session before its turn `turn`, which is the
     first that they sample anew. The turns before it are inherited: context, and never trained again.
 
     `by`: `resume` starts the harness from a snapshot of that session, `replay` starts it afresh and answers
-    it from the record for as long as it asks what was asked before.
+    it from the record for as long as it asks what was asked before, `freeze` lets its frozen processes go on.
     """
 
     session: str
     turn: int
-    by: Literal["resume", "replay"] = "resume"
+    by: ForkWay = "resume"
 
 
 @frozen(kw_only=True)

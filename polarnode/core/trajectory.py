@@ -27,6 +27,7 @@ from polarnode.core.conversation import (
     json_key,
     written_as,
 )
+from polarnode.core.task import ForkWay
 
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -287,7 +288,7 @@ class ForkedFrom:
     session_id: str
     turn: int
     got: int
-    by: Literal["resume", "replay"]
+    by: ForkWay
     differs: str | None = None
 
 

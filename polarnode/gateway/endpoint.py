@@ -228,8 +228,7 @@ class ModelPlane:
         place = place_of(scope)
         if place is None or place.admitted:
             return
-        sessions = filter(None, map(self.sessions.by_key, _keys(scope)))
-        place.admitted = any(endpoint in (None, session.session_id) for session in sessions)
+        place.admitted = self.sessions.at_endpoint(endpoint, _keys(scope)) is not None
 
     async def _http(
         self,
@@ -368,9 +367,8 @@ class ModelPlane:
         SESSION_OVER.
         """
         keys = session_keys(request.target, request.headers)
-        for session in filter(None, map(self.sessions.by_key, keys)):
-            if request.endpoint in (None, session.session_id):
-                return session
+        if (session := self.sessions.at_endpoint(request.endpoint, keys)) is not None:
+            return session
         ended = {self.sessions.ended_by_key(key) for key in keys} - {None}
         return (
             SESSION_OVER

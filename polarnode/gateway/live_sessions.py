@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hmac import compare_digest
 from sys import getsizeof
 from typing import Final, Literal
 
@@ -236,6 +237,8 @@ class LiveSession:
     on_held: Callable[[Plan, ModelRequest], Awaitable[None]] | None = field(default=None, kw_only=True)
     adapter: str = field(default="", kw_only=True)  # the name of the adapter that samples; "" for the base
     resumed: ResumedSession | None = field(default=None, kw_only=True)  # of one whose harness is resumed
+    # what its harness has in its memory where that is a copy: accepted at its own endpoint alone
+    parent_key: str | None = field(default=None, kw_only=True, repr=False)
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
     tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's, over all sessions
     counters: Counters = field(factory=Counters, kw_only=True)
@@ -465,11 +468,13 @@ class LiveSessions:
     """The keys of live sessions, and the last KEPT_KEYS keys of ended ones."""
 
     _live: dict[str, LiveSession] = field(factory=dict, init=False)
+    _by_id: dict[str, LiveSession] = field(factory=dict, init=False)
     _ended: dict[str, str] = field(factory=dict, init=False)  # key to session id, oldest first
 
     def add(self, session: LiveSession) -> None:
         """Accept a session's key."""
         self._live[session.key] = session
+        self._by_id[session.session_id] = session
 
     def remove(self, session: LiveSession) -> None:
         """Reject the session's key from now on, and remember it as ended. Does nothing for a session that was
@@ -477,6 +482,7 @@ class LiveSessions:
         """
         if self._live.pop(session.key, None) is None:
             return
+        self._by_id.pop(session.session_id, None)
         remember(self._ended, session.key, session.session_id, most=KEPT_KEYS)
 
     def by_key(self, key: str) -> LiveSession | None:
@@ -484,6 +490,17 @@ class LiveSessions:
         the keys.
         """
         return self._live.get(key)
+
+    def at_endpoint(self, session_id: str | None, keys: Sequence[str]) -> LiveSession | None:
+        """The live session that these keys open at the endpoint of `session_id`; None of it means every
+        session's. A copy of a frozen harness has its parent's key, which opens its own endpoint alone.
+        """
+        for session in filter(None, map(self.by_key, keys)):
+            if session_id in (None, session.session_id):
+                return session
+        own = None if session_id is None else self._by_id.get(session_id)
+        parent = None if own is None else own.parent_key
+        return own if parent is not None and any(compare_digest(key, parent) for key in keys) else None
 
     def ended_by_key(self, key: str) -> str | None:
         """The id of the ended session that had this key."""

@@ -8,6 +8,8 @@ Calls of other roles (a title, a sub-agent) pass: a resumed harness may make one
 main agent never asked for the recorded turn is no fork either: `missing` says so at its end.
 """
 
+from typing import Literal
+
 from attrs import define, evolve, field
 
 from polarnode.core.conversation import Conversation, ModelRequest
@@ -21,13 +23,14 @@ from polarnode.providers.volatile import without_marker
 @define(eq=False, kw_only=True)
 class ResumedSession:
     """The state that a session goes on from: its parent's turn `turn`, with the `before_key` and the
-    conversation of its request.
+    conversation of its request. `how`: in a sentence, the way that it goes on.
     """
 
     parent: str
     turn: int
     before_key: str
     conversation: Conversation
+    how: Literal["resuming", "freezing"] = "resuming"
     begun: bool = field(default=False, init=False)  # the recorded request was made again
     refused: ForkError | None = field(default=None, init=False)
 
@@ -51,8 +54,8 @@ class ResumedSession:
         found = first_difference(self.conversation, conversation)
         why = found or "its answers are not those of the session that it goes on from"
         self.refused = ForkError(
-            f"turn {self.turn} of session {self.parent} cannot be forked by resuming: the resumed request is"
-            f" not the recorded one: {why}"
+            f"turn {self.turn} of session {self.parent} cannot be forked by {self.how}: the resumed request"
+            f" is not the recorded one: {why}"
         )
         raise self.refused
 
@@ -61,6 +64,6 @@ class ResumedSession:
         if self.begun or self.refused is not None:
             return self.refused
         return ForkError(
-            f"turn {self.turn} of session {self.parent} cannot be forked by resuming: the resumed harness"
+            f"turn {self.turn} of session {self.parent} cannot be forked by {self.how}: the resumed harness"
             " ended without asking for it again"
         )

@@ -47,7 +47,7 @@ from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.forks import check_fork
 from polarnode.rollouts.judges import Judges
-from polarnode.rollouts.resuming import find_snapshot
+from polarnode.rollouts.resuming import check_freezing, find_frozen, find_snapshot
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.second_homes import SecondHomes
 from polarnode.support.metrics import LoopLag
@@ -139,9 +139,13 @@ class Node:
             more=spec.num_samples,
             limit=self.config.pending_limit,
         )
+        if spec.snapshot_at.freeze:
+            check_freezing(self.scheduler.services, "$.snapshot_at.freeze")
         if spec.fork is not None:
-            check_fork(spec, spec.fork, await self.journal.fork_parent(spec.fork))
-            if spec.fork.by == "resume":
+            parent = check_fork(spec, spec.fork, await self.journal.fork_parent(spec.fork))
+            if spec.fork.by == "freeze":
+                await find_frozen(self.scheduler.services, spec, spec.fork, parent)
+            elif spec.fork.by == "resume":
                 harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)
                 await find_snapshot(self.scheduler.services, spec, spec.fork, harness)
         task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key, copy=copy)

@@ -28,6 +28,7 @@ from polarnode.containers.files import (
     kept_whole,
     workspace_path,
 )
+from polarnode.containers.frozen import remove_image
 from polarnode.containers.runtime import RESTORING, PodmanRuntime
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import MAX_EVALUATED
@@ -56,7 +57,7 @@ from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
 from polarnode.rollouts.lifecycle import new_session_id
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session_containers import LAST, Containers, Gone
-from polarnode.rollouts.snapshots import SNAPSHOT
+from polarnode.rollouts.snapshots import FROZEN, SNAPSHOT
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +278,10 @@ class Evaluations:
             try:
                 for each in await trio.to_thread.run_sync(old_kept, self.services.log_dir):
                     if await self.journal.session(each.name.partition(".")[0]) is None:
-                        await trio.Path(each).unlink(missing_ok=True)
+                        if each.suffix == FROZEN:
+                            await remove_image(each)
+                        else:
+                            await trio.Path(each).unlink(missing_ok=True)
             except (OSError, PolarnodeError) as error:
                 logger.warning("kept files of sessions are looked through again in an hour: %s", error)
             await trio.sleep(SWEEP_S)

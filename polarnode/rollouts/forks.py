@@ -43,7 +43,7 @@ def check_fork(spec: TaskSpec, fork: ForkSpec, parent: ForkParent | None) -> For
             path="$.instruction",
         )
     # the state before a turn that was never recorded has a snapshot, and no answer to give again
-    if fork.turn >= parent.count + (fork.by == "resume"):
+    if fork.turn >= parent.count + (fork.by != "replay"):
         there = f"0 to {parent.count - 1}" if parent.count else "none yet"
         raise Refused(
             f"fork.turn is {fork.turn}, and the turns of session {fork.session!r} are {there}",

@@ -7,7 +7,7 @@ always returns a result, because a failed session is data, and a bug in one sess
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -39,7 +39,7 @@ from polarnode.rollouts.resuming import Resumption, begin_resume
 from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
-from polarnode.rollouts.snapshots import SessionSnapshots, open_restored, open_snapshots
+from polarnode.rollouts.snapshots import SessionSnapshots, open_frozen, open_restored, open_snapshots
 from polarnode.rollouts.trees import with_state
 from polarnode.support.concurrency import Place, PrioritySemaphore
 
@@ -174,7 +174,7 @@ class Session:
             self.services.journal.session_started(found.identity)
             self._resumption = await found.begin(self.services, self.live)
             self._clock.before_s = found.state.snapshot.run_s
-        elif fork is not None and fork.by == "resume":
+        elif fork is not None and fork.by != "replay":
             self._resumption = await begin_resume(self.order, self.services, self.live, fork)
         elif fork is not None:
             parent = await self.services.fork_parent(fork)
@@ -227,6 +227,8 @@ class Session:
     def _opened(self) -> AbstractAsyncContextManager[PodmanRuntime]:
         if self._resumption is None:
             return self._containers.open()
+        if self._resumption.frozen is not None:
+            return open_frozen(self._containers, self._resumption.snapshot)
         return open_restored(self._containers, self._resumption.snapshot)
 
     async def _enter_init(self, init: AsyncExitStack, scope: trio.CancelScope) -> None:
@@ -281,8 +283,12 @@ class Session:
             return error
         return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran, prefetched)
 
-    async def _furnished(self, runtime: PodmanRuntime) -> Launch:
-        """Put what the harness needs into the container, and seal all but its workspace."""
+    async def _furnished(self, runtime: PodmanRuntime) -> Launch | None:
+        """Put what the harness needs into the container, and seal all but its workspace. None where the
+        harness is in there already, frozen.
+        """
+        if self._resumption is not None and self._resumption.frozen is not None:
+            return None
         endpoint = Endpoint(
             base_url=runtime.base_url,
             key=self.live.key,
@@ -297,7 +303,11 @@ class Session:
         return launch
 
     async def _ready_and_run(
-        self, runtime: PodmanRuntime, launch: Launch, expires: float, prefetched: PrefetchedRuntime | None
+        self,
+        runtime: PodmanRuntime,
+        launch: Launch | None,
+        expires: float,
+        prefetched: PrefetchedRuntime | None,
     ) -> Outcome | PolarnodeError:
         self._enter("ready")
         async with AsyncExitStack() as run:
@@ -316,7 +326,7 @@ class Session:
 
     # ── RUN and POST ──────────────────────────────────────────────────────────
 
-    async def _run(self, runtime: PodmanRuntime, launch: Launch) -> Outcome:
+    async def _run(self, runtime: PodmanRuntime, launch: Launch | None) -> Outcome:
         log = self.services.log_dir / f"{self.identity.session_id}.log"
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
@@ -341,17 +351,16 @@ class Session:
         )
         return run_outcome(self.order, ending)
 
-    async def _harness_ended(self, runtime: PodmanRuntime, launch: Launch, log: Path) -> int | PolarnodeError:
+    async def _harness_ended(
+        self, runtime: PodmanRuntime, launch: Launch | None, log: Path
+    ) -> int | PolarnodeError:
         """The harness's exit code, or the failure as a value: it fails the run, but the turns are kept."""
         try:
             async with self._containers.reaching(runtime) as reach:
-                env = {**reach.env, **launch.env}
                 if self.order.spec.snapshot_at.wanted:
                     self._snapshots = await self._open_snapshots(runtime)
                 with self.services.freezer.follow(self.identity.session_id, runtime):
-                    return await runtime.run_logged(
-                        launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
-                    )
+                    return await self._followed(runtime, launch, reach.env, log)
         except PolarnodeError as error:
             return error
 
@@ -368,6 +377,30 @@ class Session:
             spent=lambda: self._clock.spent_s,
             begun_with=own,
         )
+
+    async def _followed(
+        self, runtime: PodmanRuntime, launch: Launch | None, reach: Mapping[str, str], log: Path
+    ) -> int:
+        """Run the harness, or let the frozen one go on, and return its exit code. One that may be frozen
+        itself runs below the container's first process.
+        """
+        frozen = None if self._resumption is None else self._resumption.frozen
+        if launch is None and frozen is not None:
+            self._can_freeze(frozen.number)
+            return await runtime.follow_copy(frozen, log=log, limit=LOG_LIMIT)
+        assert launch is not None
+        env = {**reach, **launch.env}
+        if not self.order.spec.snapshot_at.freeze:
+            return await runtime.run_logged(
+                launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
+            )
+        number = await runtime.start_below(launch.argv, env=env, stdin=launch.stdin)
+        self._can_freeze(number)
+        return await runtime.follow_below(number, log=log, limit=LOG_LIMIT)
+
+    def _can_freeze(self, number: int) -> None:
+        if self._snapshots is not None:
+            self._snapshots.number = number
 
     async def _post(
         self, runtime: PodmanRuntime, outcome: Outcome, prefetched: PrefetchedRuntime | None

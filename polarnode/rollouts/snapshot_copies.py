@@ -240,7 +240,8 @@ class KeptSnapshots:
                 if to.stat().st_size != head.archive_bytes:
                     to.unlink()
                     raise ForkError("its archive is cut off")
-            own = evolve(structure(read_json(snapshot), Snapshot), session_id=session_id)
+            found = structure(read_json(snapshot), Snapshot)
+            own = evolve(found, session_id=session_id, frozen=None)  # its processes are not copied
             write(own, beside(to))
             return InstalledSnapshot(
                 identity=head.identity, turn=head.turn, run_s=own.run_s, turns=copies.read_turns(packed)

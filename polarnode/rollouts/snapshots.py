@@ -22,6 +22,7 @@ from typing import Final
 import trio
 from attrs import define, evolve, field
 
+from polarnode.containers.frozen import CONFIG, remove_folder, remove_image
 from polarnode.containers.inside import Process
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.snapshots import SnapshotFiles
@@ -29,6 +30,7 @@ from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.conversation import Json, ModelRequest
 from polarnode.core.errors import ForkError, PolarnodeError, Refused, RuntimeFault
 from polarnode.core.snapshots import (
+    FrozenImage,
     LivingProcess,
     ReferenceKey,
     Snapshot,
@@ -54,6 +56,9 @@ HELD_S: Final = 10.0
 CLOSING_S: Final = 5.0  # seconds to remove what no rule kept: milliseconds, unless the disk hangs
 NAMED: Final = 20  # processes that a snapshot names: enough to see what they are
 SNAPSHOT: Final = ".snapshot-"  # in the name of each file of one
+FROZEN: Final = ".frozen"  # ends the name of the folder of its processes
+# memory and layer of a frozen session, in `max_mb` of its files: harnesses take 60 to 350 MiB beside them
+FROZEN_SHARE: Final = 4
 
 
 # ── files ─────────────────────────────────────────────────────────────────────
@@ -127,10 +132,16 @@ def write(snapshot: Snapshot, to: Path) -> None:
         file.write(dump_json(plain(snapshot)))
 
 
+def frozen_path(archive: Path) -> Path:
+    """The folder of the processes, where the task asks for them."""
+    return archive.with_suffix(FROZEN)
+
+
 def remove(archive: Path) -> None:
     """Remove a snapshot: first what makes it one."""
     beside(archive).unlink(missing_ok=True)
     archive.unlink(missing_ok=True)
+    remove_folder(frozen_path(archive))
 
 
 def share(folder: Path, snapshot: Snapshot, session_id: str) -> Snapshot:
@@ -138,7 +149,8 @@ def share(folder: Path, snapshot: Snapshot, session_id: str) -> Snapshot:
     OSError.
     """
     theirs = archive_path(folder, snapshot.session_id, snapshot.turn)
-    archive, own = archive_path(folder, session_id, snapshot.turn), evolve(snapshot, session_id=session_id)
+    archive = archive_path(folder, session_id, snapshot.turn)
+    own = evolve(snapshot, session_id=session_id, frozen=None)  # its processes are not shared
     archive.unlink(missing_ok=True)
     os.link(theirs, archive)
     write(own, beside(archive))
@@ -167,6 +179,8 @@ class SessionSnapshots:
     held_s: float = field(default=0.0, init=False)
     not_taken: "Counter[str]" = field(factory=Counter, init=False)  # by reason
     removed: "Counter[str]" = field(factory=Counter, init=False)  # by reason
+    number: int | None = field(default=None, init=False)  # of the harness, where it can be frozen
+    frozen: int = field(default=0, init=False)  # how many have the processes too
     _kept: dict[int, int] = field(init=False)  # turn to bytes, oldest first
     _undecided: set[int] = field(factory=set, init=False)
     _last: int = field(init=False)  # the turn of the last one that no later turn decides
@@ -226,6 +240,7 @@ class SessionSnapshots:
             "turns": turns,
             "bytes": sum(self._kept.values()),
             "taken": self.taken,
+            **({"frozen": self.frozen} if self.order.spec.snapshot_at.freeze else {}),
             "held_s": round(self.held_s, 3),
             "not_taken": not_taken,
             "removed": removed,
@@ -240,7 +255,9 @@ class SessionSnapshots:
         if plan.reason == RESUMED:  # the state before its turn is that of the turn it resumes
             return "resumed"
         space = os.statvfs(self.services.log_dir)
-        needed = (self.order.spec.snapshot_at.max_mb + self.services.runtimes.settings.disk_reserve_mb) << 20
+        spec = self.order.spec.snapshot_at
+        most = spec.max_mb * (1 + FROZEN_SHARE * spec.freeze)
+        needed = (most + self.services.runtimes.settings.disk_reserve_mb) << 20
         return "disk" if space.f_bavail * space.f_frsize < needed else None
 
     async def _held(self, plan: Plan, request: ModelRequest) -> str | None:
@@ -269,22 +286,46 @@ class SessionSnapshots:
         async with self.services.snapshotting:
             processes = await self.runtime.processes()
             files = await self.runtime.snapshot(self.order.runtime, archive, limit, measured=self._too_large)
+            frozen, not_frozen = await self._frozen(archive)
             processes |= await self.runtime.processes()
             try:
                 if self.live.in_flight > 1 or self._calls() != before:
                     return "parallel"
                 snapshot = self._snapshot(plan, request, files, processes - (self._at_first or frozenset()))
                 held = round(trio.current_time() - began, 3)
-                snapshot = evolve(snapshot, seconds=held, run_s=round(spent, 3))
+                snapshot = evolve(
+                    snapshot, seconds=held, run_s=round(spent, 3), frozen=frozen, not_frozen=not_frozen
+                )
                 await trio.to_thread.run_sync(write, snapshot, beside(archive))
             finally:
                 if not beside(archive).exists():
                     archive.unlink(missing_ok=True)
+                    await remove_image(frozen_path(archive))
         self.taken += 1
+        self.frozen += frozen is not None
         self._too_large = False
-        self._kept[plan.index] = files.bytes
-        self.services.tally.snapshot(files.bytes)
+        self._kept[plan.index] = size = files.bytes + (0 if frozen is None else frozen.bytes)
+        self.services.tally.snapshot(size)
         return None
+
+    async def _frozen(self, archive: Path) -> tuple[FrozenImage | None, str | None]:
+        """The processes, where the task asks for them, or why there are none: the files are kept without
+        them.
+        """
+        spec = self.order.spec.snapshot_at
+        if not spec.freeze:
+            return None, None
+        if self.number is None:
+            return None, "its harness was only being started"
+        limit = FROZEN_SHARE * spec.max_mb << 20
+        try:
+            image = await self.runtime.write_frozen(
+                self.order.runtime, frozen_path(archive), number=self.number, limit=limit
+            )
+        except (Refused, RuntimeFault) as error:
+            logger.warning("session %s: not frozen: %s", self.live.session_id, error)
+            return None, str(error)
+        return evolve(image, key=self.live.parent_key or self.live.key), None
 
     def _calls(self) -> tuple[int, ...]:
         """What changes with every call that comes and ends."""
@@ -413,4 +454,25 @@ async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIter
         raise ForkError(f"the archive of session {snapshot.session_id} at turn {snapshot.turn} is gone")
     async with containers.open() as runtime:
         await runtime.restore_snapshot(archive, snapshot.places)
+        yield runtime
+
+
+@asynccontextmanager
+async def open_frozen(containers: Containers, snapshot: Snapshot) -> AsyncIterator[PodmanRuntime]:
+    """A copy of a frozen session's container, with its processes stopped. Raises ForkError where the snapshot
+    has none or they are gone, RuntimeFault where they cannot be restored.
+    """
+    services, order = containers.services, containers.order
+    folder = frozen_path(archive_path(services.log_dir, snapshot.session_id, snapshot.turn))
+    if snapshot.frozen is None or not await trio.Path(folder / CONFIG).is_file():
+        raise ForkError(
+            f"the frozen processes of session {snapshot.session_id} at turn {snapshot.turn} are gone"
+        )
+    async with services.runtimes.open_frozen(
+        order.runtime,
+        snapshot.frozen,
+        folder,
+        session_id=order.identity.session_id,
+        lifetime_s=containers.lifetime_s(),
+    ) as runtime:
         yield runtime

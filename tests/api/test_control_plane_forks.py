@@ -57,7 +57,7 @@ async def test_a_fork_is_its_parents_task_again(tmp_path: Path) -> None:
         ("parent-1", {"turn": -1}, 400, "$.fork.turn", "must be 0 to"),
         ("parent-1", {"turn": 0, "num_samples": 0}, 400, "$.num_samples", "must be 1 to"),
         ("parent-1", {"turn": 0, "tern": 1}, 400, "$.tern", "did you mean turn?"),
-        ("parent-1", {"turn": 0, "by": "freeze"}, 400, "$.by", "replay"),
+        ("parent-1", {"turn": 0, "by": "hope"}, 400, "$.by", "replay"),
     ],
 )
 async def test_what_is_wrong_is_one_sentence(

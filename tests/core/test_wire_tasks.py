@@ -100,7 +100,7 @@ def place(fields: dict[str, Any], path: str, value: Any) -> dict[str, Json]:
         ("fork", {"session": "s"}, "$.fork.turn", "missing"),
         ("fork", {"session": "a b", "turn": 1}, "$.fork.session", "letters"),
         ("fork", {"session": "s", "turn": -1}, "$.fork.turn", "first turn sampled anew"),
-        ("fork", {"session": "s", "turn": 1, "by": "freeze"}, "$.fork.by", "resume"),
+        ("fork", {"session": "s", "turn": 1, "by": "hope"}, "$.fork.by", "resume"),
         ("group.fork", {"at": "best"}, "$.group.fork.at", "must be one of 'even', 'entropy'"),
         ("group.fork", {"at": []}, "$.group.fork.at", "must name turns from 1"),
         ("group.fork", {"at": [2, 0]}, "$.group.fork.at", "before turn 0 nothing is inherited"),

@@ -254,6 +254,24 @@ async def test_closing_waits_even_where_it_is_cancelled(
 # ── keys ──────────────────────────────────────────────────────────────────────
 
 
+def test_a_parents_key_opens_the_endpoint_of_its_copy_alone() -> None:
+    sessions = LiveSessions()
+    parent, copy = new_session(), new_session(session_id="copy", key="own")
+    copy.parent_key = "key"
+    sessions.add(parent)
+    sessions.add(copy)
+    assert sessions.at_endpoint("s", ["key"]) is parent
+    assert sessions.at_endpoint("copy", ["other", "key"]) is copy
+    assert sessions.at_endpoint("copy", ["own"]) is copy
+    assert sessions.at_endpoint("copy", ["other"]) is None
+    assert sessions.at_endpoint("s", ["own"]) is None
+    assert sessions.at_endpoint(None, ["key"]) is parent
+    sessions.remove(parent)  # the copy outlives it
+    assert sessions.at_endpoint("copy", ["key"]) is copy
+    sessions.remove(copy)
+    assert sessions.at_endpoint("copy", ["key"]) is None
+
+
 def test_a_key_opens_its_session_and_afterwards_says_that_it_did() -> None:
     sessions = LiveSessions()
     session = new_session()

@@ -349,6 +349,7 @@ class MemoryRuntimes:
     lifetimes: list[float] = field(factory=list)
     held: bool = False
     image: str = "sha256:0"  # the id of every image
+    freezing_obstacle: str | None = None
     settings: RuntimesSettings = field(
         factory=lambda: RuntimesSettings(state_dir=Path("/nonexistent"), node_id="memory", disk_reserve_mb=0)
     )
@@ -413,6 +414,10 @@ class MemoryRuntimes:
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
         await self.workspaces.wait_settled(workspace_of(spec, spec.image))
+
+    async def has_image(self, image_id: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return image_id == self.image
 
     async def image_id(self, spec: RuntimeSpec) -> str:
         await trio.lowlevel.checkpoint()

@@ -45,6 +45,11 @@ def shell(harness: str, line: str) -> Call:
         "pi": Call("bash", {"command": line}),
         "codex": Call("exec_command", {"cmd": line}),
         "claude_code": Call("Bash", {"command": line, "description": "Look around"}),
+        "mini_swe_agent": Call("bash", {"command": line}),
+        "gemini_cli": Call("run_shell_command", {"command": line}),
+        "qwen_code": Call(
+            "run_shell_command", {"command": line, "is_background": False, "description": "Look around"}
+        ),
     }[harness]
 
 

@@ -4,6 +4,7 @@ are refused, and how one ends that is in another state.
 Real harnesses are in tests/live.
 """
 
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from attrs import evolve
 from keeper_kit import KEEPER, Keeper, programs
 from session_kit import life, task
 
+from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused, RuntimeFault
-from polarnode.core.task import ForkSpec, HarnessSpec, SnapshotSpec, TaskSpec
+from polarnode.core.snapshots import FrozenImage
+from polarnode.core.task import ForkSpec, HarnessSpec, RuntimeSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Trajectory
 from polarnode.journal.journal import open_journal
-from polarnode.rollouts.resuming import find_snapshot
-from polarnode.rollouts.snapshots import archive_path
+from polarnode.rollouts.forks import check_fork
+from polarnode.rollouts.resuming import find_frozen, find_snapshot
+from polarnode.rollouts.snapshots import archive_path, beside, read_snapshot
 
 
 async def run(folder: Path, spec: TaskSpec, keeper: Keeper | None = None) -> Trajectory:
@@ -126,3 +130,52 @@ async def test_a_fork_that_no_session_could_begin_is_refused(tmp_path: Path) -> 
     assert (error.path, "use one of claude_code, codex, pi" in str(error)) == ("$.fork.by", True)
     error = await refused(tmp_path, fork_of(parent, 1), parent)
     assert (error.path, "there are some at 0, 2" in str(error)) == ("$.fork.turn", True)
+
+
+IMAGE = FrozenImage(
+    bytes=1,
+    number=2,
+    shift=0,
+    container="c",
+    name="n",
+    root="/r",
+    image_id="sha256:0",
+    machine=platform.release(),
+    processes=(),
+)
+
+
+@pytest.mark.parametrize(
+    ("image", "changes", "obstacle", "path", "sentence"),
+    [
+        (None, {}, None, "$.fork.turn", "at turn 2: its task did not ask for snapshot_at.freeze"),
+        (evolve(IMAGE, machine="2.4"), {}, None, "$.fork.turn", "was frozen on Linux 2.4"),
+        (evolve(IMAGE, image_id="sha256:1"), {}, None, "$.fork.turn", "the image of its container is gone"),
+        (IMAGE, {}, "criu is not installed", "$.fork.by", "cannot freeze sessions: criu is not installed"),
+        (IMAGE, {"runtime": RuntimeSpec(memory_mb=999)}, None, "$.runtime", "runtime must be that of"),
+        (IMAGE, {}, None, None, ""),
+    ],
+)
+async def test_a_fork_by_freezing_that_no_copy_could_begin_is_refused(
+    tmp_path: Path,
+    image: FrozenImage | None,
+    changes: dict[str, Any],
+    obstacle: str | None,
+    path: str | None,
+    sentence: str,
+) -> None:
+    parent = await parent_in(tmp_path)
+    fork = ForkSpec(session=parent.session_id, turn=2, by="freeze")
+    spec = evolve(fork_of(parent), fork=fork, **changes)
+    kept = evolve(read_snapshot(tmp_path, parent.session_id, 2), frozen=image)
+    beside(archive_path(tmp_path, parent.session_id, 2)).write_bytes(dump_json(plain(kept)))
+    async with life(tmp_path / "journal.sqlite", programs()) as (_, scheduler, place):
+        services = scheduler.services
+        place.runtimes.freezing_obstacle = obstacle
+        found = check_fork(spec, fork, await services.fork_parent(fork))
+        if path is None:
+            assert await find_frozen(services, spec, fork, found) == kept
+            return
+        with pytest.raises(Refused) as error:
+            await find_frozen(services, spec, fork, found)
+        assert (error.value.path, sentence in str(error.value)) == (path, True), error.value

@@ -2,14 +2,12 @@
 else.
 """
 
-from typing import Literal
-
 from attrs import evolve, frozen
 
 from polarnode.core.codec.json import structure
 from polarnode.core.codec.tasks import read_task, task_json
 from polarnode.core.conversation import Json, Sampling
-from polarnode.core.task import Budgets, EvaluatorSpec, ForkSpec, GroupSpec, TaskSpec
+from polarnode.core.task import Budgets, EvaluatorSpec, ForkSpec, ForkWay, GroupSpec, TaskSpec
 
 
 @frozen(kw_only=True)
@@ -21,7 +19,7 @@ class ForkOrder:
 
     turn: int
     num_samples: int = 1
-    by: Literal["resume", "replay"] = "resume"
+    by: ForkWay = "resume"
     task_id: str | None = None
     sampling: Sampling | None = None
     budgets: Budgets | None = None

@@ -175,6 +175,8 @@ def _snapshot_rules(spec: SnapshotSpec, runtime: RuntimeSpec) -> Iterator[Rule]:
         right = value is None or low <= value <= high
         yield Rule(right, f"{at}.{name}", f"must be {low} to {high:g}, not {value}")
     yield Rule(named <= spec.keep, f"{at}.turns", f"names {named} turns, and keep is {spec.keep}: raise keep")
+    unasked = "keeps the processes of snapshots, and no rule asks for one: name turns"
+    yield Rule(spec.wanted or not spec.freeze, f"{at}.freeze", unasked)
     if spec.wanted:
         sealed = runtime.read_only and all(normpath(place).strip("/") for place in runtime.writable)
         why = "has what is writable while the harness runs: leave read_only true, and name no / in writable"
