@@ -26,7 +26,7 @@ from polarnode.core.ports import Tokenizer
 from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.groups.training_rows import turn_rewards
 from polarnode.merge.figures import summed, word_of
-from polarnode.node.config import EMBEDDED, TINY_MODEL
+from polarnode.node.config import TINY_MODEL
 from polarnode.tokens.pieces import text_of
 
 # ── lineage figures ───────────────────────────────────────────────────────────
@@ -194,7 +194,7 @@ def inspect(
         console.print(parts, soft_wrap=not console.is_terminal)
         return
     trajectory = codec.read_trajectory({**value["trajectory"], "turns": rows})
-    folder = model or (TINY_MODEL if trajectory.model in EMBEDDED else None)
+    folder = model or (TINY_MODEL if trajectory.model == TINY_MODEL.name else None)
     tokenizer = None if folder is None else _tokenizer(folder)
     whole = shown(trajectory, rows, tokenizer, console=console, plain=plain or not console.is_terminal)
     console.print(Group(whole, *kept), soft_wrap=not console.is_terminal)

@@ -16,7 +16,7 @@ from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.core.errors import Refused
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, open_server
-from polarnode.node.config import EMBEDDED, TINY_MODEL
+from polarnode.node.config import TINY_MODEL
 
 
 def view(file: Path, *, model: Path | None, port: int, out: Path | None) -> None:
@@ -57,7 +57,7 @@ def _token_bytes(model: Path | None, rows: Iterable[Mapping[str, Any]]) -> Calla
     else ids.
     """
     names = {(value.get("model") or {}).get("name") for value in rows}
-    folder = model or (TINY_MODEL if names and names <= EMBEDDED else None)
+    folder = model or (TINY_MODEL if names == {TINY_MODEL.name} else None)
     if folder is None:
         return _number
     from polarnode.tokens.tokenizer import load_tokenizer  # of `polarnode[node]`

@@ -29,8 +29,6 @@ KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # of a simulated en
 LEAST_KV = 1024  # tokens of a simulated KV cache
 OWN_ENGINES = ("sglang", "simulated")
 TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
-SIMULATED = "simulated:"  # before the name of a model that a simulated engine samples in place of
-EMBEDDED = frozenset({TINY_MODEL.name, SIMULATED + TINY_MODEL.name})  # names of what its tokenizer decodes
 
 
 @frozen(kw_only=True)

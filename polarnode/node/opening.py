@@ -41,7 +41,7 @@ from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.node.config import SIMULATED, TINY_MODEL, NodeConfig
+from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.node import Node, open_captures
 from polarnode.node.peers import open_homes
 from polarnode.node.settings import (
@@ -70,7 +70,7 @@ from polarnode.tokens.template import LoadedModel, load_model
 def load_node_model(config: NodeConfig) -> LoadedModel:
     """Load the model. Its name marks in every trajectory whether the answers are random."""
     model = load_model(Path(config.model))
-    return evolve(model, name=f"{SIMULATED}{model.name}") if config.engine == "simulated" else model
+    return evolve(model, name=f"simulated:{model.name}") if config.engine == "simulated" else model
 
 
 async def with_served_model(config: NodeConfig) -> NodeConfig:
