@@ -27,7 +27,11 @@ def test_a_bundle_is_written_and_damaged_lines_are_left_out(tmp_path: Path) -> N
         done.output
     )
     assert (tmp_path / "out" / "index.html").is_file()
-    assert [each.name for each in (tmp_path / "out" / "data" / "sessions").iterdir()] == ["s.json"]
+    sessions = tmp_path / "out" / "data" / "sessions"
+    assert sorted(str(each.relative_to(sessions)) for each in sessions.rglob("*.json")) == [
+        "s.json",
+        "s/forks.json",
+    ]
     pieces = json.loads((tmp_path / "out" / "data" / "trajectories" / "s.json").read_text())["pieces"]
     assert pieces["tokens"]["1000"] == " 1000", "without its model's tokenizer a token is its id"
 
