@@ -23,11 +23,10 @@ trap 'rm -rf "$work"' EXIT
 mkdir -p "$work"/lists/partial "$work"/archives/partial
 : >"$work/status"
 echo "deb [signed-by=$keys] $mirror $suite main" >"$work/sources.list"
-# CHECK_VALID_UNTIL=false: for a mirror that is a copy of an earlier day
+# proxies, and whether a mirror may be a copy of an earlier day, are this machine's own settings
 cat >"$work/apt.conf" <<CONF
-Dir::State "$work"; Dir::State::status "$work/status"; Dir::Cache "$work"; Dir::Etc::main "/dev/null"; Dir::Etc::parts "/dev/null";
+Dir::State "$work"; Dir::State::status "$work/status"; Dir::Cache "$work";
 Dir::Etc::sourcelist "$work/sources.list"; Dir::Etc::sourceparts "/dev/null"; APT::Sandbox::User "root"; APT::Install-Recommends "false";
-Acquire::Check-Valid-Until "${CHECK_VALID_UNTIL:-true}";
 CONF
 export APT_CONFIG=$work/apt.conf
 apt-get update -qq
