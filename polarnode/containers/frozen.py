@@ -37,6 +37,7 @@ IMAGES, LAYER, CONFIG = "criu", "layer.tar", "config.json"
 TAR = ("tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "--acls")
 # runc gives up on a container whose processes start others all the time, on a busy machine: one time in ten
 PAUSES, PAUSE_AGAIN_S = 4, 0.1
+REMOVING_S = 5.0  # seconds to remove an image of some files: milliseconds, unless the disk hangs
 ESTABLISHED = "01"  # the state of a connection in /proc/net/tcp
 
 
@@ -72,7 +73,8 @@ class Frost:
                     await _tar("-S", "--format=posix", "-cf", to / LAYER, "-C", self.layer, ".")
                 size = await trio.to_thread.run_sync(_finish, to, placed.config)
         except BaseException:
-            await remove_image(to)
+            with trio.move_on_after(REMOVING_S, shield=True):
+                await remove_image(to)
             raise
         if size > limit:
             await remove_image(to)
@@ -203,9 +205,10 @@ def _finish(folder: Path, config: Path) -> int:
 
 
 async def remove_image(folder: Path) -> None:
-    """Remove a folder of an image, if there is one: first what makes it one."""
-    with trio.CancelScope(shield=True):
-        await trio.to_thread.run_sync(remove_folder, folder)
+    """Remove a folder of an image, if there is one: first what makes it one. A thread that removes is waited
+    for.
+    """
+    await trio.to_thread.run_sync(remove_folder, folder)
 
 
 def remove_folder(folder: Path) -> None:

@@ -287,8 +287,8 @@ class SessionSnapshots:
             processes = await self.runtime.processes()
             files = await self.runtime.snapshot(self.order.runtime, archive, limit, measured=self._too_large)
             frozen, not_frozen = await self._frozen(archive)
-            processes |= await self.runtime.processes()
             try:
+                processes |= await self.runtime.processes()
                 if self.live.in_flight > 1 or self._calls() != before:
                     return "parallel"
                 snapshot = self._snapshot(plan, request, files, processes - (self._at_first or frozenset()))
@@ -300,7 +300,8 @@ class SessionSnapshots:
             finally:
                 if not beside(archive).exists():
                     archive.unlink(missing_ok=True)
-                    await remove_image(frozen_path(archive))
+                    with trio.move_on_after(CLOSING_S, shield=True):
+                        await remove_image(frozen_path(archive))
         self.taken += 1
         self.frozen += frozen is not None
         self._too_large = False
