@@ -202,9 +202,11 @@ def push_adapter(
         active = adapter.active_adapter
         config = found[active]
         adapter = get_peft_model_state_dict(adapter, adapter_name=active)
-    told = config if isinstance(config, Mapping) else config.to_dict()
+    settings = config if isinstance(config, Mapping) else config.to_dict()
     # in PEFT's configs target_modules is a set
-    text = json.dumps(dict(told), default=lambda each: sorted(each) if isinstance(each, set) else str(each))
+    text = json.dumps(
+        dict(settings), default=lambda each: sorted(each) if isinstance(each, set) else str(each)
+    )
     return client.send_adapter(name, version, _safetensors(dict(pairs(adapter)), {"adapter_config": text}))
 
 

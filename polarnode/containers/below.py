@@ -48,11 +48,11 @@ class Below:
         await trio.to_thread.run_sync(self._prepare, order.stdin)
         self._pipe = self._opened()
         argv = ("setsid", "sh", "-c", SCRIPT, "sh", *order.argv)
-        said = bytearray()
+        output = bytearray()
         started = ExecOrder(argv=argv, env=order.env, user=order.user, workdir=order.workdir)
-        code = await self.execs.run(started, lambda _, piece: said.extend(piece), alone=True)
+        code = await self.execs.run(started, lambda _, piece: output.extend(piece), alone=True)
         if code:
-            words = bytes(said).decode(errors="replace").strip()
+            words = bytes(output).decode(errors="replace").strip()
             raise RuntimeFault(
                 f"no program can be started below the first process (setsid, sh): {words or code}"
             )

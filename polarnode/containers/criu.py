@@ -44,10 +44,10 @@ async def freezing_obstacle(
 
 
 async def _version(criu: Path) -> str | None:
-    code, said = await _asked(criu, "--version")
-    found = re.search(r"Version: (\d+)\.(\d+)", said)
+    code, output = await _asked(criu, "--version")
+    found = re.search(r"Version: (\d+)\.(\d+)", output)
     if code or found is None:
-        return f"{criu} --version fails: {_last(said)}"
+        return f"{criu} --version fails: {_last_line(output)}"
     if (int(found[1]), int(found[2])) < OLDEST:
         return (
             f"criu is {found[1]}.{found[2]}, and {OLDEST[0]}.{OLDEST[1]} is the oldest that works: {INSTALL}"
@@ -56,8 +56,8 @@ async def _version(criu: Path) -> str | None:
 
 
 async def _checked(criu: Path) -> str | None:
-    code, said = await _asked(criu, "check")
-    return f"criu check: {first_error(said) or _last(said)}" if code else None
+    code, output = await _asked(criu, "check")
+    return f"criu check: {first_error(output) or _last_line(output)}" if code else None
 
 
 async def _asked(criu: Path, *argv: str) -> tuple[int, str]:
@@ -80,8 +80,8 @@ def first_error(log: str) -> str | None:
     return found[1][:SHOWN] if found else None
 
 
-def _last(said: str) -> str:
-    return (said.strip().splitlines() or ["it says nothing"])[-1][:SHOWN]
+def _last_line(output: str) -> str:
+    return (output.strip().splitlines() or ["it printed nothing"])[-1][:SHOWN]
 
 
 @define(eq=False, kw_only=True)
@@ -98,26 +98,26 @@ class Criu:
         """The configuration file that a container names."""
         return self.configs / f"{container}.conf"
 
-    def tell_dump(self, container: str, places: Sequence[str]) -> None:
-        """Write what a dump is told. Watches on files are looked up below `places`, because overlay has no
+    def configure_dump(self, container: str, places: Sequence[str]) -> None:
+        """Write the options of a dump. Watches on files are looked up below `places`, because overlay has no
         handles for them. Connections are left out: a copy finds them closed.
         """
         scanned = (f"irmap-scan-path={place}" for place in places)
-        self._tell(
+        self._write_config(
             container, ("tcp-close", "force-irmap", *scanned, "file-locks", f"ghost-limit={GHOST_BYTES}")
         )
 
-    def tell_restore(self, container: str) -> None:
-        """Write what a restore is told: stopped, so that nothing runs before its endpoint listens. Mounts in
+    def configure_restore(self, container: str) -> None:
+        """Write the options of a restore: stopped, so that nothing runs before its endpoint listens. Mounts in
         the older way, because the first process is a file that is mounted.
         """
-        self._tell(container, ("tcp-close", "mntns-compat-mode", "leave-stopped"))
+        self._write_config(container, ("tcp-close", "mntns-compat-mode", "leave-stopped"))
 
     def forget(self, container: str) -> None:
         """Remove a container's configuration file."""
         self.config(container).unlink(missing_ok=True)
 
-    def _tell(self, container: str, lines: Sequence[str]) -> None:
+    def _write_config(self, container: str, lines: Sequence[str]) -> None:
         self.configs.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.config(container).write_text("\n".join((*lines, "verbosity=2", "")))
 
@@ -140,8 +140,8 @@ class Criu:
                 check=False,
             )
         if done.returncode:
-            said = done.stdout.decode(errors="replace")
-            raise RuntimeFault(f"criu cannot write it: {error_in(work / 'dump.log') or _last(said)}")
+            output = done.stdout.decode(errors="replace")
+            raise RuntimeFault(f"criu cannot write it: {error_in(work / 'dump.log') or _last_line(output)}")
 
 
 def error_in(log: Path) -> str | None:

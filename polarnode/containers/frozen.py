@@ -66,7 +66,7 @@ class Frost:
         try:
             with boundary(RuntimeFault, "the frozen image could not be written"):
                 await trio.to_thread.run_sync(_make_folders, to)
-                await trio.to_thread.run_sync(self.criu.tell_dump, self.name, places)
+                await trio.to_thread.run_sync(self.criu.configure_dump, self.name, places)
                 async with self._paused():
                     processes = await trio.to_thread.run_sync(self._processes, stopped)
                     await self.criu.dump(placed.id, to / IMAGES, to)
@@ -246,7 +246,7 @@ async def restore_into(
     with boundary(RuntimeFault, "a frozen container cannot be restored"):
         await _tar("-xpf", folder / LAYER, "-C", placed.layer)
         await trio.to_thread.run_sync(_configure, placed, name, image, folder)
-        criu.tell_restore(name)
+        criu.configure_restore(name)
         try:
             await client.restore(name)
         except RuntimeFault as fault:

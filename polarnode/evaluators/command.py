@@ -137,8 +137,8 @@ async def _tested(finished: Finished, config: CommandConfig) -> Verdict:
         return Verdict(reward=float(ended.exit_code == 0), metrics=_metrics(ended))
     content = await read(finished.runtime, path)
     if content is None:
-        said = _tail(ended).strip() or "it printed nothing"
-        raise EvaluatorError(f"the test ended with exit code {ended.exit_code} and wrote no {path}: {said}")
+        output = _tail(ended).strip() or "it printed nothing"
+        raise EvaluatorError(f"the test ended with exit code {ended.exit_code} and wrote no {path}: {output}")
     value = parsed(content, path)
     if not isinstance(value, dict):
         return Verdict(reward=finite(value, path, content), metrics=_metrics(ended))
