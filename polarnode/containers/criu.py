@@ -108,8 +108,8 @@ class Criu:
         )
 
     def configure_restore(self, container: str) -> None:
-        """Write the options of a restore: stopped, so that nothing runs before its endpoint listens. Mounts in
-        the older way, because the first process is a file that is mounted.
+        """Write the options of a restore: stopped, so that nothing runs before its endpoint listens. Mounts
+        in the older way, because the first process is a file that is mounted.
         """
         self._write_config(container, ("tcp-close", "mntns-compat-mode", "leave-stopped"))
 

@@ -43,9 +43,14 @@ def load_value(import_path: str, kind: type[T], *, allowed: tuple[str, ...], pat
     return found
 
 
+def is_module(name: str) -> bool:
+    """Whether this is the dotted name of a module or package."""
+    return all(part.isidentifier() for part in name.split("."))
+
+
 def _parts(import_path: str) -> tuple[str, str]:
     module_name, _, attribute = import_path.partition(":")
-    if not attribute.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+    if not attribute.isidentifier() or not is_module(module_name):
         raise Refused(f"{import_path!r} is not an import path: write it as package.module:attribute")
     return module_name, attribute
 

@@ -68,6 +68,7 @@ def requirements(config: NodeConfig) -> Iterator[Finding]:
         if config.engine_args and not RESERVED.keys() & config.engine_args.keys():
             yield engine_arguments(config, os.environ)
     yield from checkpoint(config)
+    yield from recorded_requests(config)
     yield from control_plane(config)
     yield from captures(config)
 
@@ -222,6 +223,23 @@ def _carried(found: Recipes) -> str:
         recipe.name + (f" (for {', '.join(recipe.config.harnesses)})" if recipe.config.harnesses else "")
         for recipe in found.by_name.values()
     )
+
+
+# ── recordings ────────────────────────────────────────────────────────────────
+
+
+def recorded_requests(config: NodeConfig) -> Iterator[Finding]:
+    """The folder of recorded requests, where it cannot be one."""
+    if config.record_requests is None:
+        return
+    folder = Path(config.record_requests).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        remedy = "set --record-requests to a folder, which is made if it is missing"
+        yield Finding(name="record_requests", ok=False, what=f"{there} is not a folder", remedy=remedy)
+    elif not os.access(there, os.W_OK | os.X_OK):
+        remedy = "set --record-requests to a folder that this user can write to"
+        yield Finding(name="record_requests", ok=False, what=f"{there} cannot be written to", remedy=remedy)
 
 
 # ── addresses and certificates ────────────────────────────────────────────────

@@ -16,9 +16,10 @@ from attrs import field, frozen
 from polarnode.containers.egress.rules import CALLBACK_NETWORKS
 from polarnode.containers.user_namespace import Limits
 from polarnode.core.codec.limits import address, is_loopback, label_faults, url_fault
-from polarnode.core.codec.tasks import HOST
+from polarnode.core.codec.tasks import HOST, IMAGE
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError
+from polarnode.core.plugins import EVERYTHING, is_module
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import LORA_MODULES
 from polarnode.evaluators.judging import JudgeConfig
@@ -262,6 +263,15 @@ def check_config(config: NodeConfig) -> None:
         raise ConfigError("orphan_s must be more than 0 seconds")
     if config.capture_limit < 0:
         raise ConfigError("capture_limit must be 0 or more: 0 takes no captures")
+    for prefix in config.import_paths:
+        if prefix != EVERYTHING and not is_module(prefix):
+            raise ConfigError(
+                f"import_paths {prefix!r} is no module: write it as package or package.module, or * for all"
+            )
+    if config.base_image is not None and not IMAGE.fullmatch(config.base_image):
+        raise ConfigError(
+            f"base_image {config.base_image!r} is no image's name: write it as debian:bookworm-slim"
+        )
     _check_labels(config.labels)
     _check_captures(config)
     _check_retention(config)

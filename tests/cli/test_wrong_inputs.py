@@ -76,6 +76,12 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("run --gpus 0 --cpu task.toml", "choose --cpu or --gpus, not both"),
     ("run --gpus 0-2 --tp 2 task.toml", "--tp 2 must divide the 3 GPUs given"),
     ("run --cpu --engine vllm task.toml", "--engine: 'vllm' must be an http or https address"),
+    ("run --cpu --allow-import my/evals task.toml", "--allow-import 'my/evals' is no module: write"),
+    ("run --cpu --base-image @debian task.toml", "--base-image '@debian' is no image's name"),
+    (
+        "run --cpu --record-requests task.toml/in task.toml",
+        "task.toml is not a folder → set --record-requests",
+    ),
     ("run --cpu --run-limit 0 task.toml", "--run-limit must be at least 1"),
     ("run --cpu --run-limit -4 task.toml", "--run-limit must be at least 1"),
     ("run --cpu --context-length -4 task.toml", "--context-length must be at least 1 token"),
