@@ -39,7 +39,6 @@ def spec(
     harness: str,
     samples: int,
     builder: str = "prefix_merging",
-    group: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A TaskSpec as JSON."""
     return {
@@ -50,7 +49,6 @@ def spec(
         "runtime": {"files": [{"path": path, "text": text} for path, text in task.files.items()]},
         "evaluator": {"name": "command", "config": {"script": task.check}},
         "builder": {"name": builder},
-        "group": group or {},
         "budgets": {"run_s": RUN_S, "max_turns": MAX_TURNS},
         "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
         "metadata": {"kind": task.kind},

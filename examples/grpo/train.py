@@ -168,17 +168,14 @@ class Run:
         plan = self.plan
         asked: list[Task] = tasks.of_step(step, seed=plan.seed, prompts=plan.prompts, kinds=plan.kinds)
         names = [f"{self.mark}step-{step}-{number}" for number in range(len(asked))]
+        more: dict[str, Any] = {"carry": {"teacher": plan.teacher}} if plan.teacher else {}
+        if plan.per_session:
+            more["group"] = {"fork": {"at": plan.fork_at, "per_session": plan.per_session}}
         for name, task in zip(names, asked, strict=True):
-            fork = {"at": plan.fork_at, "per_session": plan.per_session} if plan.per_session else None
             spec = self.asked(
-                task,
-                name=name,
-                harness=plan.harness,
-                samples=plan.samples,
-                builder=plan.builder,
-                group=fork and {"fork": fork},
+                task, name=name, harness=plan.harness, samples=plan.samples, builder=plan.builder
             )
-            self.client.submit({**spec, "carry": {"teacher": plan.teacher}} if plan.teacher else spec)
+            self.client.submit({**spec, **more})
         return names
 
     def collect(self, names: Sequence[str]) -> list[Group]:
