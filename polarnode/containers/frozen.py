@@ -103,7 +103,8 @@ class Frost:
                 break
             except RuntimeFault:
                 await trio.sleep(PAUSE_AGAIN_S)
-        await self.freeze.freeze()
+        else:
+            await self.freeze.freeze()
         try:
             yield
         finally:

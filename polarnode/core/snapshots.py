@@ -105,6 +105,11 @@ class Snapshot:
     frozen: FrozenImage | None = None
     not_frozen: str | None = None
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of its files, and of its processes where it has them."""
+        return self.bytes + (0 if self.frozen is None else self.frozen.bytes)
+
 
 @frozen(kw_only=True)
 class SnapshotStatus:
@@ -137,7 +142,7 @@ def status_of(snapshot: Snapshot) -> SnapshotStatus:
         turn=snapshot.turn,
         taken=snapshot.taken,
         files=snapshot.files,
-        bytes=snapshot.bytes + (0 if snapshot.frozen is None else snapshot.frozen.bytes),
+        bytes=snapshot.stored_bytes,
         seconds=snapshot.seconds,
         resumable=not snapshot.obstacles,
         why_not="; ".join(snapshot.obstacles) or None,

@@ -305,7 +305,7 @@ class SessionSnapshots:
         self.taken += 1
         self.frozen += frozen is not None
         self._too_large = False
-        self._kept[plan.index] = size = files.bytes + (0 if frozen is None else frozen.bytes)
+        self._kept[plan.index] = size = snapshot.stored_bytes
         self.services.tally.snapshot(size)
         return None
 
