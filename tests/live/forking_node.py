@@ -2,9 +2,8 @@
 tool result says what is in the workdir. `run` is `polarnode`, with its arguments.
 
 What to say follows from the prompt and the session's name alone, so that forks of one state go different ways.
-A case in the instruction ("This is case long-8.") gives the number of calls, and the harness where its tools do not
-("case long-8 of mini_swe_agent"); `living` leaves a process behind, `counting` one that counts,
-`slow` takes half a second a call.
+A case in the instruction ("This is case long-8 of pi.") gives the number of calls and the harness; `living` leaves a
+process behind, `counting` one that counts, `slow` takes half a second a call.
 """
 
 import re
@@ -23,8 +22,7 @@ from polarnode.cli.main import main
 from polarnode.core.ports import GenerateOrder
 from polarnode.node import opening
 
-_CASE = re.compile(r"This is case (\w+)-(\d+)(?: of (\w+))?\.")
-TOOLS = {"bash": "pi", "exec_command": "codex", "Bash": "claude_code"}
+_CASE = re.compile(r"This is case (\w+)-(\d+) of (\w+)\.")
 DIGEST = "$(cd /work; find . -type f | sort | xargs -r md5sum | md5sum | cut -c1-16)"
 COUNTING = "n=0; while :; do n=$((n+1)); echo $n > /tmp/count; sleep 0.1; done"
 COUNTED = 'sleep 0.3; until c=$(cat /tmp/count) && [ "$c" ]; do sleep 0.1; done; echo counted=$c'
@@ -59,10 +57,9 @@ class ForkingEngine(HollowEngine):
 
     def _step(self, order: GenerateOrder, text: str, place: int) -> Step:
         found = _CASE.search(text)
-        harness = next((name for tool, name in TOOLS.items() if f'"name": "{tool}"' in text), None)
-        harness = found[3] or harness if found is not None else None
-        if found is None or harness is None or place >= int(found[2]):
-            return COMPLETE if harness == "mini_swe_agent" else Step("It is done.")
+        if found is None or place >= int(found[2]):
+            done = found is not None and found[3] == "mini_swe_agent"
+            return COMPLETE if done else Step("It is done.")
         number = blake2b(f"{order.affinity} {place}".encode()).digest()[0]
         work = WORK[number % len(WORK)]
         if found[1] == "living" and place == 1:
@@ -72,7 +69,7 @@ class ForkingEngine(HollowEngine):
         if found[1] == "counting":
             work = f"setsid sh -c '{COUNTING}' > /dev/null 2>&1 < /dev/null &" if place == 0 else COUNTED
         line = f"echo before={DIGEST}\n({work})\necho code=$? after={DIGEST}"
-        return Step(f"Step {place}, {number}.", (shell(harness, line),))
+        return Step(f"Step {place}, {number}.", (shell(found[3], line),))
 
 
 @asynccontextmanager

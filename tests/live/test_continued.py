@@ -13,8 +13,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from forking_kit import RESUMING, forking_program, parameters, prompt, task, told, trained
 from live_kit import PATIENCE_S, PROGRAM, TOKEN, ServingNode, free_port, serving, short_temporary, until
-from test_forks_resumed import FORKING, task, told, trained, wanted
 
 from polarnode.client import PolarnodeClient, Unreachable
 from polarnode.core.trajectory import Trajectory, Turn
@@ -41,11 +41,7 @@ def check_continued(name: str, theirs: Sequence[Turn], found: Trajectory) -> Non
     if len(theirs) > turn:
         assert own[turn].sampled != theirs[turn].sampled
         # the same prompt, token for token
-        assert (own[turn].before_key, own[turn].prompt_length, own[turn].prompt_delta) == (
-            theirs[turn].before_key,
-            theirs[turn].prompt_length,
-            theirs[turn].prompt_delta,
-        )
+        assert prompt(own[turn]) == prompt(theirs[turn])
     # and the same workdir
     assert told(own[turn + 1], "before") == told(own[turn], "after")
     assert [each.index for each in own] == list(range(len(own)))
@@ -55,13 +51,11 @@ def check_continued(name: str, theirs: Sequence[Turn], found: Trajectory) -> Non
     assert trained(found) == found.sampled_tokens == sum(len(each.sampled) for each in own)
 
 
-@pytest.mark.parametrize("harness", wanted())
+@pytest.mark.parametrize("harness", parameters(RESUMING, RESUMING))
 def test_a_session_goes_on_where_its_node_was_killed(
     podman_works: None, tmp_path: Path, harness: str
 ) -> None:
-    settings = tmp_path / "node.toml"
-    settings.write_text("warm = 0\n")
-    program = (*FORKING, "--config", str(settings))
+    program = forking_program(tmp_path, warm=0)
     state, port = tmp_path / "state", free_port()
     with short_temporary() as temporary:
         one = {"node_id": f"gone-{port}", "port": port, "program": program}
@@ -109,11 +103,9 @@ def fronting(folder: Path, nodes: Sequence[ServingNode]) -> Iterator[PolarnodeCl
 def test_a_session_goes_on_at_the_second_home_when_its_node_was_killed(
     podman_works: None, tmp_path: Path
 ) -> None:
-    settings = tmp_path / "node.toml"
-    settings.write_text("warm = 0\n")
     with ExitStack() as stack:
         temporary = stack.enter_context(short_temporary())
-        program = (*FORKING, "--config", str(settings))
+        program = forking_program(tmp_path, warm=0)
         nodes = [
             stack.enter_context(serving(tmp_path / name, temporary, program=program)) for name in ("a", "b")
         ]

@@ -10,14 +10,13 @@ import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import trio
-from live_kit import ServingNode, keep_row, serving, short_temporary
+from forking_kit import forking_node, parameters, prompt, task, told, trained
+from live_kit import ServingNode, keep_row
 from matrix_cases import IN_CI
 from podman_parts import LIMITS
-from test_forks_resumed import FORKING, WANTED, told, trained
 
 from polarnode.client import ClientError
 from polarnode.containers.probe import default_state_dir, probe
@@ -36,22 +35,8 @@ def freezing(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> It
     if obstacle is not None:
         pytest.skip(f"this machine cannot freeze sessions: {obstacle}")
     folder = tmp_path_factory.mktemp("freezing")
-    settings = folder / "node.toml"
-    settings.write_text("run_limit = 1\nready_limit = 1\ninit_limit = 1\nwarm = 0\n")
-    program = (*FORKING, "--config", str(settings))
-    with short_temporary() as temporary, serving(folder / "state", temporary, program=program) as node:
+    with forking_node(folder, run_limit=1, ready_limit=1, init_limit=1, warm=0) as node:
         yield node
-
-
-def wanted() -> list[Any]:
-    skip = pytest.mark.skip(reason="not of CI's part: make fork-matrix runs it")
-    chosen = IN_CI if WANTED == "all" else WANTED.split(",")
-    return [pytest.param(name, marks=() if name in chosen else skip) for name in IN_CI]
-
-
-def task(harness: str, case: str, **more: Any) -> dict[str, Any]:
-    instruction = f"Look around. This is case {case} of {harness}."
-    return {"instruction": instruction, "harness": {"name": harness}, **more}
 
 
 def counted(turn: Turn) -> int:
@@ -70,10 +55,7 @@ def difference(fork: Trajectory, parent: Trajectory) -> str | None:
         return "inherited turns"
     if own[TURN].before_key != theirs[TURN].before_key:
         return "path key"
-    if (own[TURN].prompt_length, own[TURN].prompt_delta) != (
-        theirs[TURN].prompt_length,
-        theirs[TURN].prompt_delta,
-    ):
+    if prompt(own[TURN]) != prompt(theirs[TURN]):
         return "prompt"
     if told(own[TURN + 1], "before") != told(theirs[TURN], "after"):
         return "workspace"
@@ -81,7 +63,7 @@ def difference(fork: Trajectory, parent: Trajectory) -> str | None:
     return None if counted(own[TURN + 1]) > counted(theirs[TURN]) else "processes"
 
 
-@pytest.mark.parametrize("harness", wanted())
+@pytest.mark.parametrize("harness", parameters(IN_CI, IN_CI))
 def test_copies_of_a_harness_go_on_each_its_own_way(freezing: ServingNode, harness: str) -> None:
     at = {"turns": [TURN], "freeze": True}
     [name] = freezing.submit(**task(harness, "counting-5", snapshot_at=at))

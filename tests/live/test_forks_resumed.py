@@ -5,66 +5,31 @@ Which harnesses run is chosen as in `test_forks_live.py`.
 """
 
 import json
-import os
-import re
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
-from live_kit import HERE, ServingNode, serving, short_temporary
+from forking_kit import RESUMING, forking_node, parameters, prompt, task, told, trained
+from live_kit import ServingNode
 
 from polarnode.client import ClientError
-from polarnode.core.trajectory import ForkedFrom, Trajectory, Turn
+from polarnode.core.trajectory import ForkedFrom
 from polarnode.groups import forests_of, tree_rows_of
-from polarnode.harnesses import HARNESSES
 from polarnode.providers.volatile import RESUME_MARKER
 
 pytestmark = [pytest.mark.podman, pytest.mark.harness]
 
-WANTED = os.environ.get("POLARNODE_FORKS", "pi")
-FORKING = (
-    sys.executable,
-    "-c",
-    f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent / 'kits')]}; from forking_node import run; run()",
-)  # its engine says scripts
 TURN = 3
 
 
 @pytest.fixture(scope="module")
 def forking(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingNode]:
     folder = tmp_path_factory.mktemp("forking")
-    settings = folder / "node.toml"
-    settings.write_text("run_limit = 2\nready_limit = 1\ninit_limit = 2\nwarm = 0\n")
-    program = (*FORKING, "--config", str(settings))
-    with short_temporary() as temporary, serving(folder / "state", temporary, program=program) as node:
+    with forking_node(folder, run_limit=2, ready_limit=1, init_limit=2, warm=0) as node:
         yield node
 
 
-def wanted() -> list[Any]:
-    skip = pytest.mark.skip(reason="not of CI's part: make fork-matrix runs it")
-    names = [each.name for each in HARNESSES.values() if each.resume is not None]
-    chosen = names if WANTED == "all" else WANTED.split(",")
-    return [pytest.param(name, marks=() if name in chosen else skip) for name in names]
-
-
-def task(harness: str, case: str, **more: Any) -> dict[str, Any]:
-    return {"instruction": f"Look around. This is case {case}.", "harness": {"name": harness}, **more}
-
-
-def told(turn: Turn, which: str) -> str:
-    """What a tool result of a turn's request says of the workdir, `before` the command or `after` it."""
-    assert turn.new_messages is not None
-    text = "".join(each.text for each in turn.new_messages.messages if each.role == "tool")
-    return re.findall(rf"{which}=([0-9a-f]{{16}})", text)[-1]
-
-
-def trained(found: Trajectory) -> int:
-    return sum(sum(trace.loss_mask) for trace in found.traces)
-
-
-@pytest.mark.parametrize("harness", wanted())
+@pytest.mark.parametrize("harness", parameters(RESUMING, RESUMING))
 def test_forks_go_on_from_one_state_each_its_own_way(forking: ServingNode, harness: str) -> None:
     [name] = forking.submit(**task(harness, "long-5", snapshot_at=[0, TURN]))
     parent = forking.finished(name)
@@ -79,11 +44,7 @@ def test_forks_go_on_from_one_state_each_its_own_way(forking: ServingNode, harne
         own, theirs = found.turns, parent.turns
         assert [turn.sampled for turn in own[:TURN]] == [turn.sampled for turn in theirs[:TURN]]
         # the same prompt, token for token, and the same workdir
-        assert (own[TURN].before_key, own[TURN].prompt_length, own[TURN].prompt_delta) == (
-            theirs[TURN].before_key,
-            theirs[TURN].prompt_length,
-            theirs[TURN].prompt_delta,
-        )
+        assert prompt(own[TURN]) == prompt(theirs[TURN])
         assert told(own[TURN + 1], "before") == told(theirs[TURN], "after")
         assert {turn.kind for turn in own[1:]} == {"extend"}
         assert trained(found) == sum(len(turn.sampled) for turn in own[TURN:])
