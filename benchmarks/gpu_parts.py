@@ -24,7 +24,7 @@ from attrs import evolve, frozen
 from polarnode.core.conversation import Sampling
 from polarnode.core.ports import GenerateOrder
 from polarnode.engine.engines import Engines, open_engines
-from polarnode.engine.protocol import Memory
+from polarnode.engine.protocol import ChangeMemory
 from polarnode.engine.settings import EngineSettings, engine_arguments, host_environment
 from polarnode.node.config import TINY_MODEL
 
@@ -323,7 +323,7 @@ async def memory(bench: Bench) -> dict[str, Any]:
         for name, release in (("release", True), ("take", False)):
             began = time.perf_counter()
             await engines.order(
-                lambda call, _, release=release: Memory(  # type: ignore[misc]
+                lambda call, _, release=release: ChangeMemory(  # type: ignore[misc]
                     call=call, release=release, tags=["weights", "kv_cache"]
                 )
             )

@@ -28,7 +28,7 @@ from polarnode.core.conversation import Conversation, Json, Message
 from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, PolarnodeError, Refused
 from polarnode.core.ports import Question
 from polarnode.core.task import RuntimeSpec
-from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
+from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect
 from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
 from polarnode.node.checks import requirements
@@ -248,7 +248,7 @@ async def servers(config: NodeConfig) -> list[Finding]:
         async with connect(wanted, os.environ.get(KEY_VARIABLE)) as server:
             try:
                 ready = await server.probe()
-            except Unreachable as error:
+            except ServerUnreachable as error:
                 remedy = "start it; a node that is started meanwhile waits for it"
                 found.append(Finding(name="engine", ok=True, what=str(error), remedy=remedy))
             except Unfit as error:

@@ -63,7 +63,7 @@ READ_SIZE = 1 << 18  # bytes from the node in one system call
 # ── port ──────────────────────────────────────────────────────────────────────
 
 
-class Unreachable(Exception):
+class ServerUnreachable(Exception):
     """The server does not answer, or not in time. It may later."""
 
 
@@ -89,7 +89,7 @@ Send = Callable[[ToNode], None]
 
 
 class Server(Protocol):
-    """One server that samples by token ids. Every method may raise Unreachable, and is bounded in time,
+    """One server that samples by token ids. Every method may raise ServerUnreachable, and is bounded in time,
     except `generate`, which lasts as long as the sample.
     """
 
@@ -226,7 +226,7 @@ class Serving:
                 with trio.move_on_after(LOOK_S):
                     await self._doubt.wait()
                 self._doubt = trio.Event()
-        except (Unreachable, Unfit) as error:  # it may have been replaced by another
+        except (ServerUnreachable, Unfit) as error:  # it may have been replaced by another
             self.send(Fatal(message=str(error)))
 
     async def _reached(self) -> Ready:
@@ -234,7 +234,7 @@ class Serving:
         for attempt in count():
             try:
                 return await self.server.probe()
-            except Unreachable as error:
+            except ServerUnreachable as error:
                 found = Waiting(message=str(error))
             except Unfit as error:
                 found = Waiting(message=str(error), unfit=True)
@@ -257,7 +257,7 @@ class Serving:
         finally:
             self._calls.pop(order.rid, None)
             if not over:
-                with trio.move_on_after(ABORT_S, shield=True), suppress(Unreachable, Unfit):
+                with trio.move_on_after(ABORT_S, shield=True), suppress(ServerUnreachable, Unfit):
                     await self.server.abort(order.rid)
 
     async def _sampled(self, order: Generate | Score) -> None:
@@ -266,7 +266,7 @@ class Serving:
                 self.send(await self.server.score(order))
             else:
                 await self.server.generate(order, self.send)
-        except Unreachable as error:
+        except ServerUnreachable as error:
             self.send(Failed(rid=order.rid, message=str(error), retryable=True))
             self._doubt.set()
         except Exception as error:  # an isolation edge: one request's fault must not end its siblings
@@ -279,7 +279,7 @@ class Serving:
                 await self.server.pause(order.mode)
             else:
                 await self.server.resume()
-        except (Unreachable, Unfit) as error:
+        except (ServerUnreachable, Unfit) as error:
             done = evolve(done, ok=False, message=str(error))
         self.send(done)
 

@@ -25,7 +25,7 @@ from polarnode.core.codec.limits import is_loopback
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
 from polarnode.engine.embedded.control import CONSTRAINTS, piece, request, routed, score_request, scored
-from polarnode.engine.external import KEY_VARIABLE, Send, Unfit, Unreachable, Versions, Wanted
+from polarnode.engine.external import KEY_VARIABLE, Send, ServerUnreachable, Unfit, Versions, Wanted
 from polarnode.engine.protocol import (
     Failed,
     Generate,
@@ -215,14 +215,14 @@ class EventReader:
             if line and line != b"[DONE]":
                 found.append(orjson.loads(line))
         if len(self._buffer) > ANSWER_BYTES:
-            raise Unreachable(f"the server sent a chunk of more than {ANSWER_BYTES >> 20} MiB")
+            raise ServerUnreachable(f"the server sent a chunk of more than {ANSWER_BYTES >> 20} MiB")
         return found
 
 
 # ── requests ──────────────────────────────────────────────────────────────────
 
 
-class Late(Unreachable):
+class Late(ServerUnreachable):
     """The server did not answer in time."""
 
 
@@ -277,21 +277,21 @@ class HttpApi:
                 f"{self._url} has no /{path}: it is no {self.kind} server; of a router name the servers"
             )
         sentence, retryable = refusal(status, response.content)
-        raise (Unreachable if retryable else Unfit)(f"{self._url} answers /{path} with {sentence}")
+        raise (ServerUnreachable if retryable else Unfit)(f"{self._url} answers /{path} with {sentence}")
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """A broken connection as Unreachable."""
+        """A broken connection as ServerUnreachable."""
         try:
             yield
         except httpx2.HTTPError as error:
-            raise Unreachable(f"{self._url}: {str(error) or type(error).__name__}") from error
+            raise ServerUnreachable(f"{self._url}: {str(error) or type(error).__name__}") from error
 
     async def stream_answer(
         self, path: str, content: bytes, answer: AnswerReader, send: Send, take: Take
     ) -> None:
         """Sample: give each event of the response to `take`, until the answer is over. Raises
-        Unreachable where the stream ends before.
+        ServerUnreachable where the stream ends before.
         """
         with self.errors(), trio.CancelScope() as enough:
             async with self.client.stream("POST", path, content=content) as response:
@@ -300,7 +300,7 @@ class HttpApi:
                 else:
                     send(answer.fail(*refusal(response.status_code, await response.aread())))
         if not answer.over:
-            raise Unreachable(f"{self._url} ended the stream of an answer early")
+            raise ServerUnreachable(f"{self._url} ended the stream of an answer early")
 
 
 async def _read(
@@ -406,7 +406,7 @@ class SglangServer(HttpApi):
         try:
             answer = await self.sent("POST", "generate", body, within=PROBE_S)
         except Late:
-            raise Unreachable(
+            raise ServerUnreachable(
                 f"{self._url} did not sample a token within {PROBE_S:.0f} s: is its generation paused?"
             ) from None
         try:

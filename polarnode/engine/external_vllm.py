@@ -22,7 +22,7 @@ from attrs import define, evolve, field
 
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
-from polarnode.engine.external import Send, Server, Unfit, Unreachable, Versions
+from polarnode.engine.external import Send, Server, ServerUnreachable, Unfit, Versions
 from polarnode.engine.external_sglang import (
     LEAST_CONTEXT,
     NAMELESS,
@@ -164,7 +164,7 @@ class VllmServer(HttpApi):
         for token, text in self.wanted.words:
             try:
                 found = await self.sent("POST", "detokenize", {"tokens": [token]})
-            except (Unfit, Unreachable):  # --tokens-only has no tokenizer: --model is trusted
+            except (Unfit, ServerUnreachable):  # --tokens-only has no tokenizer: --model is trusted
                 return
             theirs = str(found["prompt"])
             if theirs.strip() != text.strip():
@@ -300,22 +300,24 @@ class VllmServer(HttpApi):
         """Freeze every request (`keep`), the new ones too; with "abort" those in progress are ended first."""
         try:
             if mode == "retract":
-                raise Unreachable(f"{self._url}: vLLM cannot retract requests: pause in_place, or by abort")
+                raise ServerUnreachable(
+                    f"{self._url}: vLLM cannot retract requests: pause in_place, or by abort"
+                )
             if mode == "abort":
                 await self.sent("POST", "abort_requests", {}, within=PAUSE_S)
             await self.sent("POST", "pause?mode=keep", None, within=PAUSE_S)
         except Missing:
-            raise Unreachable(f"{self._url} {NO_RLHF}") from None
+            raise ServerUnreachable(f"{self._url} {NO_RLHF}") from None
         except Unfit as error:
-            raise Unreachable(str(error)) from None
+            raise ServerUnreachable(str(error)) from None
 
     async def resume(self) -> None:
         try:
             await self.sent("POST", "resume", None)
         except Missing:
-            raise Unreachable(f"{self._url} {NO_RLHF}") from None
+            raise ServerUnreachable(f"{self._url} {NO_RLHF}") from None
         except Unfit as error:
-            raise Unreachable(str(error)) from None
+            raise ServerUnreachable(str(error)) from None
 
 
 # ── which kind ────────────────────────────────────────────────────────────────

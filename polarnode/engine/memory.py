@@ -10,7 +10,7 @@ from attrs import define, field
 from polarnode.core.errors import Conflict, EngineError
 from polarnode.core.weights import WeightsState
 from polarnode.engine.host import Host
-from polarnode.engine.protocol import JoinGroup, LeaveGroup, Memory
+from polarnode.engine.protocol import ChangeMemory, JoinGroup, LeaveGroup
 from polarnode.engine.update import STEP_S, Make
 from polarnode.engine.weight_values import (
     BroadcastBucket,
@@ -65,9 +65,9 @@ class EngineControl:
     async def _memory(self, order: MemoryOrder, *, release: bool) -> None:
         """On all hosts or, as far as they still answer, on none."""
         tags = list(order.tags)
-        failed = await self._failed(lambda call, _: Memory(call=call, release=release, tags=tags))
+        failed = await self._failed(lambda call, _: ChangeMemory(call=call, release=release, tags=tags))
         if failed is not None:
-            await self._failed(lambda call, _: Memory(call=call, release=not release, tags=tags))
+            await self._failed(lambda call, _: ChangeMemory(call=call, release=not release, tags=tags))
             raise Conflict(str(failed)) from failed
 
     # ── groups and what comes over them ───────────────────────────────────────

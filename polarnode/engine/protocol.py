@@ -110,7 +110,7 @@ class LeaveGroup:
 
 
 @frozen(kw_only=True)
-class Memory:
+class ChangeMemory:
     """Give memory of the GPU back to others, or take it again. Only while nothing is sampled."""
 
     call: int
@@ -147,7 +147,7 @@ Update = (
     | RollBack
     | JoinGroup
     | LeaveGroup
-    | Memory
+    | ChangeMemory
     | LoadAdapter
     | UnloadAdapter
 )

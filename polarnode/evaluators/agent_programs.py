@@ -110,7 +110,7 @@ def parse_request(content: bytes) -> Request | None:
 
 
 @frozen(kw_only=True)
-class Reply:
+class ProgramReply:
     """What a test gets back."""
 
     exit_code: int
@@ -118,8 +118,8 @@ class Reply:
     stderr: bytes = b""
 
 
-def _not_run(reason: str) -> Reply:
-    return Reply(exit_code=NOT_RUN, stderr=f"as-agent: {reason}\n".encode())
+def _not_run(reason: str) -> ProgramReply:
+    return ProgramReply(exit_code=NOT_RUN, stderr=f"as-agent: {reason}\n".encode())
 
 
 @define(eq=False, kw_only=True)
@@ -149,7 +149,7 @@ class Requests:
         await self.clean.put({f"{path}.exit": f"{reply.exit_code}\n".encode()}, user=self.user)
         return True
 
-    async def _reply(self, content: bytes) -> Reply:
+    async def _reply(self, content: bytes) -> ProgramReply:
         if len(content) > DATA_BYTES:
             return _not_run(f"arguments and input are longer than {DATA_BYTES >> 20} MiB")
         if self.count > MOST_REQUESTS:
@@ -161,12 +161,12 @@ class Requests:
         program = TimedProgram(argv=request.argv, stdin=request.stdin, within_s=within_s, keep=DATA_BYTES + 1)
         ended = (await self.finished.clock.run(self.finished.left, program)).ended
         if ended is None:
-            return Reply(
+            return ProgramReply(
                 exit_code=OUT_OF_TIME, stderr=f"as-agent: ended after {within_s:g} seconds\n".encode()
             )
         if max(len(ended.stdout), len(ended.stderr)) > DATA_BYTES:
             return _not_run(f"the program's output is longer than {DATA_BYTES >> 20} MiB")
-        return Reply(exit_code=ended.exit_code, stdout=ended.stdout, stderr=ended.stderr)
+        return ProgramReply(exit_code=ended.exit_code, stdout=ended.stdout, stderr=ended.stderr)
 
 
 # ── a test apart ──────────────────────────────────────────────────────────────

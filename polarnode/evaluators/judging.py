@@ -238,7 +238,7 @@ class CriterionConfig:
 
 
 @frozen(kw_only=True)
-class Score:
+class CriterionScore:
     """A judge's score for a criterion. The reason comes first, because a score that follows from a reason is
     better.
     """
@@ -251,7 +251,7 @@ class Score:
 class Scores:
     """The form of an answer."""
 
-    criteria: Mapping[str, Score]
+    criteria: Mapping[str, CriterionScore]
 
 
 @frozen(kw_only=True)
@@ -276,7 +276,7 @@ class Rubric:
         one: Json = _object({"reason": {"type": "string"}, "score": {"type": "number"}})
         return _object({"criteria": _object({each.name: one for each in self.criteria})})
 
-    def read(self, scores: Scores, path: str = "$") -> Mapping[str, Score]:
+    def read(self, scores: Scores, path: str = "$") -> Mapping[str, CriterionScore]:
         """The scores, each criterion's there and on its scale. Refused, with its path, where they are not."""
         for name in scores.criteria:
             if name not in {each.name for each in self.criteria}:
@@ -293,12 +293,12 @@ class Rubric:
                 )
         return scores.criteria
 
-    def reward(self, scores: Mapping[str, Score]) -> float:
+    def reward(self, scores: Mapping[str, CriterionScore]) -> float:
         """The weighted mean of the scores, each as 0 to 1."""
         total = sum(each.weight for each in self.criteria)
         return sum(each.weight * each.share(scores[each.name].score) for each in self.criteria) / total
 
-    def metrics(self, scores: Mapping[str, Score], *, most: int = REASON) -> dict[str, Json]:
+    def metrics(self, scores: Mapping[str, CriterionScore], *, most: int = REASON) -> dict[str, Json]:
         """Scores and reasons as they are kept, of each reason `most` characters."""
         return {
             each.name: {"score": scores[each.name].score, "reason": scores[each.name].reason[:most]}
@@ -316,7 +316,7 @@ def _object(properties: Mapping[str, Json]) -> dict[str, Json]:
     }
 
 
-def read_scores(rubric: Rubric, value: Json) -> Mapping[str, Score]:
+def read_scores(rubric: Rubric, value: Json) -> Mapping[str, CriterionScore]:
     """An answer in its form. Refused with what does not fit."""
     return rubric.read(codec.structure(value, Scores, forbid_extra=True))
 

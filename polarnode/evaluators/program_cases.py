@@ -244,7 +244,7 @@ WRITE = 'rm -rf -- "$1"; folder=$(dirname -- "$1"); mkdir -p -- "$folder" && cat
 
 
 @frozen(kw_only=True)
-class Result:
+class CaseResult:
     """The result of a case: why it failed, None if it passed; and how its program ended, if it ran to its
     end.
     """
@@ -261,12 +261,12 @@ class _Run:
     config: ProgramCasesConfig
     left_s: float
 
-    async def result(self, case: Case) -> Result:
+    async def result(self, case: Case) -> CaseResult:
         """Run a case."""
         if not case.argv:
-            return Result(reason=await self._files(case))
+            return CaseResult(reason=await self._files(case))
         if (unprepared := await self._prepare(case)) is not None:
-            return Result(reason=f"its files could not be put there: {unprepared}")
+            return CaseResult(reason=f"its files could not be put there: {unprepared}")
         ran = await self._timed(case.argv, stdin=case.stdin, env=case.env, within_s=case.timeout)
         if ran.ended is None:
             return ran
@@ -289,10 +289,10 @@ class _Run:
         stdin: str,
         env: Mapping[str, str] | None = None,
         within_s: float | None = None,
-    ) -> Result:
+    ) -> CaseResult:
         within_s = min(within_s or self.config.timeout, self.left_s)
         if within_s <= 0:
-            return Result(reason=f"all cases together took longer than {self.config.total_timeout:g} s")
+            return CaseResult(reason=f"all cases together took longer than {self.config.total_timeout:g} s")
         program = TimedProgram(
             argv=argv,
             within_s=within_s,
@@ -304,7 +304,7 @@ class _Run:
         end = await self.finished.clock.run(self.finished.runtime, program)
         self.left_s -= end.seconds
         late = f"it ran longer than {within_s:g} s" if end.ended is None else None
-        return Result(reason=late, ended=end.ended)
+        return CaseResult(reason=late, ended=end.ended)
 
     async def _files(self, case: Case) -> str | None:
         for name, expected in case.outputs.items():
@@ -340,7 +340,7 @@ async def evaluate(finished: Finished) -> Verdict:
     return _verdict(config, [await run.result(case) for case in config.cases])
 
 
-def _verdict(config: ProgramCasesConfig, results: Sequence[Result]) -> Verdict:
+def _verdict(config: ProgramCasesConfig, results: Sequence[CaseResult]) -> Verdict:
     both = list(zip(config.cases, results, strict=True))
     passed = [case.weight for case, result in both if result.reason is None]
     reward = sum(passed) / sum(case.weight for case in config.cases)

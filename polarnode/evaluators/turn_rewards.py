@@ -33,10 +33,10 @@ from polarnode.evaluators.judge_evidence import (
 )
 from polarnode.evaluators.judging import (
     CriterionConfig,
+    CriterionScore,
     JudgeAnswers,
     JudgeRequest,
     Rubric,
-    Score,
     Scores,
     answers,
     check_answer,
@@ -267,23 +267,23 @@ class _Asking:
         return [turn for turn in self.turns if turn.lineage == number]
 
 
-async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str, Score]], int]:
+async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str, CriterionScore]], int]:
     rubric = asking.rubric
     if asking.config.ask == "together":
-        one: JudgeRequest[dict[int, Mapping[str, Score]]] = JudgeRequest(
+        one: JudgeRequest[dict[int, Mapping[str, CriterionScore]]] = JudgeRequest(
             question=_of_all(asking), read=lambda value: _read_list(value, asking)
         )
         all_of_them = await answers(judge, [one])
         return all_of_them.found[0], all_of_them.misfits
-    found: dict[int, Mapping[str, Score]] = {}
+    found: dict[int, Mapping[str, CriterionScore]] = {}
     misfits = 0
     for start in range(0, len(asking.numbers), BATCH):
         batch = asking.numbers[start : start + BATCH]
-        each: list[JudgeRequest[Mapping[str, Score]]] = [
+        each: list[JudgeRequest[Mapping[str, CriterionScore]]] = [
             JudgeRequest(question=_of_one(asking, number), read=lambda value: read_scores(rubric, value))
             for number in batch
         ]
-        answered: JudgeAnswers[Mapping[str, Score]] = await answers(judge, each)
+        answered: JudgeAnswers[Mapping[str, CriterionScore]] = await answers(judge, each)
         found |= zip(batch, answered.found, strict=True)
         misfits += answered.misfits
     return found, misfits
@@ -363,7 +363,7 @@ def _question(
 @frozen(kw_only=True)
 class TurnScores:
     turn: int
-    criteria: Mapping[str, Score]
+    criteria: Mapping[str, CriterionScore]
 
 
 @frozen(kw_only=True)
@@ -374,7 +374,7 @@ class TurnList:
 @frozen(kw_only=True)
 class LineageScores:
     lineage: int
-    criteria: Mapping[str, Score]
+    criteria: Mapping[str, CriterionScore]
 
 
 @frozen(kw_only=True)
@@ -382,7 +382,7 @@ class LineageList:
     lineages: tuple[LineageScores, ...]
 
 
-def _read_list(value: Json, asking: _Asking) -> dict[int, Mapping[str, Score]]:
+def _read_list(value: Json, asking: _Asking) -> dict[int, Mapping[str, CriterionScore]]:
     if asking.of == "turn":
         scored = [
             (each.turn, each.criteria) for each in codec.structure(value, TurnList, forbid_extra=True).turns

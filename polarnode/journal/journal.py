@@ -54,6 +54,7 @@ from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
 from polarnode.journal.values import (
     BACKLOG_BYTES,
     DISK_FREE_BYTES,
+    AwaitedConsumers,
     EventKind,
     EventPage,
     Filters,
@@ -63,7 +64,6 @@ from polarnode.journal.values import (
     TaskRecord,
     TrajectoryEncoder,
     UnfinishedSession,
-    Waiting,
     json_encoder,
 )
 from polarnode.journal.writer import Writer
@@ -113,7 +113,7 @@ def statistics(
 
 
 def consumer_records(
-    progress: Progress, waiting: Waiting, streams: Mapping[str, int]
+    progress: Progress, waiting: AwaitedConsumers, streams: Mapping[str, int]
 ) -> tuple[Consumer, ...]:
     """Every consumer, in the order of their names. `streams` counts open streams by consumer."""
     return tuple(

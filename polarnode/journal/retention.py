@@ -19,7 +19,7 @@ from attrs import frozen
 
 from polarnode.journal import pending_callbacks
 from polarnode.journal.entries import ROW_BYTES, Entry, forget_evaluation
-from polarnode.journal.values import ConsumerPosition, Retention, Waiting
+from polarnode.journal.values import AwaitedConsumers, ConsumerPosition, Retention
 
 # ── consumers ────────────────────────────────────────────────────────────
 
@@ -37,7 +37,7 @@ def positions(db: sqlite3.Connection) -> dict[str, ConsumerPosition]:
     }
 
 
-def acknowledged_seq(consumers: Mapping[str, ConsumerPosition], waiting: Waiting) -> int:
+def acknowledged_seq(consumers: Mapping[str, ConsumerPosition], waiting: AwaitedConsumers) -> int:
     """The last event that all consumers that are waited for have acknowledged; where none is waited for, all
     consumers.
     """
@@ -45,7 +45,7 @@ def acknowledged_seq(consumers: Mapping[str, ConsumerPosition], waiting: Waiting
     return min(held or [position.seq for position in consumers.values()], default=0)
 
 
-def longest_unseen(consumers: Mapping[str, ConsumerPosition], waiting: Waiting) -> str | None:
+def longest_unseen(consumers: Mapping[str, ConsumerPosition], waiting: AwaitedConsumers) -> str | None:
     """Of the consumers that are not waited for, the one that was not seen for longest."""
     unseen = [
         (position.last_seen, name)

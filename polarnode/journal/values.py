@@ -188,7 +188,7 @@ class ConsumerPosition:
 
 
 @frozen(kw_only=True)
-class Waiting:
+class AwaitedConsumers:
     """The consumers that the journal waits for: those seen after `since` (all of them where the node itself
     started later), and those `present`, which read now.
     """

@@ -28,7 +28,7 @@ from polarnode.journal.retention import (
     prune,
 )
 from polarnode.journal.schema import transaction
-from polarnode.journal.values import Progress, Retention, Waiting
+from polarnode.journal.values import AwaitedConsumers, Progress, Retention
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +112,10 @@ class Writer:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> AwaitedConsumers:
         """The consumers that the journal waits for now."""
         since = self.now() - self.retention.silence_s
-        return Waiting(since=since if self._opened <= since else -inf, present=self.present)
+        return AwaitedConsumers(since=since if self._opened <= since else -inf, present=self.present)
 
     # ── the thread ────────────────────────────────────────────────────────────
 

@@ -26,7 +26,7 @@ from polarnode.containers.runtimes import AbsentRuntimes, Runtimes, open_runtime
 from polarnode.core.errors import ConfigError, EngineError, ModelError, boundary
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
-from polarnode.engine.external import KEY_VARIABLE, Unfit, Unreachable, Wanted, connect
+from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.scoring import POLICY, Scoring
@@ -83,7 +83,7 @@ async def with_served_model(config: NodeConfig) -> NodeConfig:
     try:
         async with connect(Wanted(url=url, vocab_size=0), os.environ.get(KEY_VARIABLE)) as server:
             model = await server.model()
-    except (Unreachable, Unfit) as error:
+    except (ServerUnreachable, Unfit) as error:
         raise ConfigError(
             f"name --model, the folder of the model that the engine serves: its server was asked, and {error}"
         ) from error

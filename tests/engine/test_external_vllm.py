@@ -16,7 +16,7 @@ import trio
 from attrs import define, field
 
 from polarnode.core.arrays import floats, ids
-from polarnode.engine.external import Server, Unfit, Unreachable, Wanted, connect
+from polarnode.engine.external import Server, ServerUnreachable, Unfit, Wanted, connect
 from polarnode.engine.external_vllm import event_of, generate_body
 from polarnode.engine.protocol import Failed, Generate, Load, Piece, Score, Scored
 from polarnode.http.server import Address, open_server
@@ -178,7 +178,7 @@ async def test_without_its_development_routes_the_answers_alone_name_the_weights
         await server.generate(order(), sent.append)
         assert [each.weight_version for each in sent if isinstance(each, Load)] == ["1", "2"]
         assert (await server.look()).weight_version == "2"
-        with pytest.raises(Unreachable, match="VLLM_SERVER_DEV_MODE=1"):
+        with pytest.raises(ServerUnreachable, match="VLLM_SERVER_DEV_MODE=1"):
             await server.pause("in_place")
 
 
@@ -187,7 +187,7 @@ async def test_generation_is_held_so_that_calls_wait() -> None:
     async with opened(vllm) as server:
         await server.pause("abort")
         await server.resume()
-        with pytest.raises(Unreachable, match="cannot retract"):
+        with pytest.raises(ServerUnreachable, match="cannot retract"):
             await server.pause("retract")
         await server.abort("r")
     paths = [path for path, _ in vllm.asked]

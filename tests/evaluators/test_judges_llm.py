@@ -21,9 +21,9 @@ from polarnode.evaluators import judging, registry
 from polarnode.evaluators.contract import Allowed
 from polarnode.evaluators.judging import (
     CriterionConfig,
+    CriterionScore,
     JudgeRequest,
     Rubric,
-    Score,
     answers,
     json_of,
     list_of,
@@ -53,7 +53,9 @@ def test_a_reward_is_the_weighted_mean_of_scores_on_their_scales(works: float, t
         words="",
         criteria=(CriterionConfig(name="works", weight=3), CriterionConfig(name="tidy", scale=(1.0, 5.0))),
     )
-    found = rubric.reward({"works": Score(reason="", score=works), "tidy": Score(reason="", score=tidy)})
+    found = rubric.reward(
+        {"works": CriterionScore(reason="", score=works), "tidy": CriterionScore(reason="", score=tidy)}
+    )
     assert found == pytest.approx((3 * works / 10 + (tidy - 1) / 4) / 4)
     assert 0 <= found <= 1 + 1e-9
 

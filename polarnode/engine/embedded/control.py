@@ -20,6 +20,7 @@ from attrs import define, evolve, field
 from polarnode.core.weights import PauseMode
 from polarnode.engine.protocol import (
     BeginUpdate,
+    ChangeMemory,
     CheckUpdate,
     CommitUpdate,
     Continue,
@@ -34,7 +35,6 @@ from polarnode.engine.protocol import (
     LoadBroadcast,
     LoadDisk,
     LoadTensors,
-    Memory,
     Pause,
     Piece,
     RollBack,
@@ -279,7 +279,7 @@ class Control:
                 return await self._act("restore")
             case JoinGroup() | LeaveGroup():
                 return await self._group(order)
-            case Memory():
+            case ChangeMemory():
                 return await self._memory(order)
             case LoadAdapter() | UnloadAdapter():
                 return await self._adapter(order)
@@ -443,7 +443,7 @@ class Control:
 
     # ── memory ────────────────────────────────────────────────────────────────
 
-    async def _memory(self, order: Memory) -> Outcome:
+    async def _memory(self, order: ChangeMemory) -> Outcome:
         """Release GPU memory or take it back. Impossible orders are refused here, because SGLang checks them
         by assertion in its schedulers, which an assertion ends.
         """

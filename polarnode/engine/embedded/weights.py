@@ -53,7 +53,7 @@ TYPES = {
 }
 
 
-class Kept(NamedTuple):
+class KeptTensor(NamedTuple):
     """A model tensor's old value."""
 
     place: torch.Tensor
@@ -67,7 +67,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.kept: list[Kept] = []
+        self.kept: list[KeptTensor] = []
         self.loaded: set[str] = set()
         self.opened = False  # the runners expect tensors
         self.path = self._updaters()[0].model_config.model_path
@@ -143,7 +143,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
                 f"a way back takes {size / 1e9:.1f} GB of main memory and {free / 1e9:.1f} GB are free: free"
                 " some"
             )
-        self.kept = [Kept(place, place.detach().to("cpu", copy=True)) for place in places]
+        self.kept = [KeptTensor(place, place.detach().to("cpu", copy=True)) for place in places]
 
     def _check(self) -> None:
         if self.model:

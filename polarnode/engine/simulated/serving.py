@@ -23,6 +23,7 @@ from polarnode.engine.checkpoints import BadCheckpoint, Manifest, check_folder, 
 from polarnode.engine.protocol import (
     Abort,
     BeginUpdate,
+    ChangeMemory,
     CheckUpdate,
     CommitUpdate,
     Continue,
@@ -38,7 +39,6 @@ from polarnode.engine.protocol import (
     LoadBroadcast,
     LoadDisk,
     LoadTensors,
-    Memory,
     Message,
     Pause,
     Piece,
@@ -133,7 +133,7 @@ class Updates:
                 self.adapters.add(name)
             case UnloadAdapter(name=name):
                 self.adapters.discard(name)
-            case Memory():
+            case ChangeMemory():
                 raise BadCheckpoint("a simulated engine has no memory to give back")
             case _:
                 assert_never(order)
