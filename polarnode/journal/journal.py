@@ -194,7 +194,7 @@ class Journal:
 
     def turn(self, turn: Turn) -> None:
         """Record a finished model call. A second turn with the same index replaces it."""
-        self._writer.put(turn_entry(turn))
+        self._writer.put(turn_entry(turn), gather=True)
 
     def publish(self, trajectory: Trajectory) -> None:
         """A session is over: a `trajectory` event, and when it was its task's last also `group` and `task`.
@@ -235,6 +235,8 @@ class Journal:
         await self._wait_written(self._writer.put_entries)
 
     async def _wait_written(self, number: int) -> None:
+        if self._progress.entries < number:
+            self._writer.hurry()
         while self._progress.entries < number:
             await self._news.wait()
         await trio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""The journal's one writing thread: takes all that is queued, commits it at once, and reports progress.
+"""The journal's one writing thread: takes all that is queued, commits it together, and reports progress.
 
 `put` never waits and never fails, because the event loop calls it as the last act of a session. An entry is
 dropped only when its commit is on disk, or when it alone can never be written (a bug, logged and counted). A
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 # a commit of this size takes about 0.1 s; beyond it the wait of the first entry grows and nothing is won
 BATCH_BYTES = 16 << 20
+# seconds that a turn may wait for others to be committed with: a commit costs the node some 0.3 ms whatever
+# is in it, and no harness sees that its answer is on disk so much later
+GATHER_S = 0.02
 LOOK_S = 600.0  # between looks at what has become old while nothing is written: retention is in hours
 # free on the disk below which events kept only to be read again are pruned: four times the space at which
 # tasks are refused
@@ -71,6 +74,7 @@ class Writer:
     _done_entries: int = 0
     _backlog: deque[Entry] = field(factory=deque)
     _stopping: bool = False
+    _hurried: bool = False  # what is queued is committed at once
     _changed: threading.Condition = field(factory=threading.Condition)
     _thread: threading.Thread | None = None
     _last: Progress = field(factory=Progress)
@@ -90,14 +94,22 @@ class Writer:
         self._thread.start()
         return self._last
 
-    def put(self, entry: Entry) -> int:
-        """Queue an entry; returns its number. Order is kept."""
+    def put(self, entry: Entry, *, gather: bool = False) -> int:
+        """Queue an entry; returns its number. Order is kept. With `gather` it may wait for GATHER_S."""
         with self._changed:
             self._backlog.append(entry)
             self.put_entries += 1
             self.backlog_bytes += entry.size
-            self._changed.notify()
+            self._hurried = self._hurried or not gather
+            if self._hurried or len(self._backlog) == 1:
+                self._changed.notify()
             return self.put_entries
+
+    def hurry(self) -> None:
+        """Somebody waits for what is queued."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify()
 
     def stop(self) -> None:
         """Write what is queued and end; while the disk refuses, one more attempt is made and the rest given
@@ -132,6 +144,9 @@ class Writer:
             self._changed.wait_for(lambda: self._backlog or self._stopping, 0 if self._pruning else LOOK_S)
             if self._stopping and not self._backlog:
                 return None
+            if self._backlog:
+                self._changed.wait_for(lambda: self._hurried or self._stopping, GATHER_S)
+            self._hurried = False
             batch: list[Entry] = []
             size = 0
             while self._backlog and size < BATCH_BYTES:

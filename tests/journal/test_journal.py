@@ -18,10 +18,11 @@ from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.codec import pack_turn, trajectory_json
 from polarnode.core.errors import JournalError, Refused
 from polarnode.core.trajectory import Outcome, Trajectory
+from polarnode.journal import writer
 from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.schema import VERSION, WAL_BYTES
-from polarnode.journal.values import Filters, Retention, check_consumer, json_encoder
+from polarnode.journal.values import Filters, Progress, Retention, check_consumer, json_encoder
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
 
@@ -687,6 +688,37 @@ async def test_replaced_sessions_are_pruned_with_their_turns(opened: Open) -> No
             None,
             None,
         )
+
+
+async def test_turns_are_committed_together_unless_somebody_waits(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "GATHER_S", 3600.0)
+    async with opened() as journal:
+        commits: list[int] = []
+        report = journal._writer.on_progress
+
+        def counted(progress: Progress) -> None:
+            commits.append(progress.entries)
+            report(progress)
+
+        journal._writer.on_progress = counted
+        before = journal._writer.put_entries
+        for number in range(3):
+            journal.turn(make_turn("s", number))
+            await trio.sleep(0.05)
+        assert commits == []
+        with trio.fail_after(30):
+            await journal.flushed()
+        assert commits == [before + 3]
+        journal.turn(make_turn("s", 3))
+        journal.publish(make_trajectory("x"))  # an event is committed at once, with what came before it
+        with trio.fail_after(30):
+            await journal.wait_after(0)
+        assert commits == [before + 3, before + 5]
+        journal.turn(make_turn("s", 4))
+    async with opened() as journal:  # closing waits for nothing
+        assert [turn.index for turn in await journal.turns("s")] == [0, 1, 2, 3, 4]
 
 
 # ── when things go wrong ──────────────────────────────────────────────────────
