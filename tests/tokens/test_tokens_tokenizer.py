@@ -42,7 +42,7 @@ def test_a_control_string_is_never_encoded_as_control(loaded: kit.Model) -> None
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(max_size=60))
+@given(text=st.text(max_size=60) | st.text(st.characters(max_codepoint=0x7F), max_size=60))
 def test_plain_ids_are_the_models_and_their_bytes_the_texts(text: str) -> None:
     tiny = kit.model()
     # Hypothesis reads the constants in our sources
