@@ -112,7 +112,7 @@ class UncountedGroup:
     its namespace.
     """
 
-    members: Callable[[], list[int]]
+    processes: Callable[[], list[int]]  # ids of this machine, without the container's first
 
     def oom_kills(self) -> int:
         """None: it has no memory of its own to be used up."""
@@ -120,10 +120,6 @@ class UncountedGroup:
 
     def limit_sockets(self) -> None:
         """Nothing bounds them."""
-
-    def processes(self) -> list[int]:
-        """Process ids of this machine, without the container's first."""
-        return self.members()
 
 
 Group = ControlGroup | UncountedGroup

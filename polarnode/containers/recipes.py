@@ -24,7 +24,7 @@ from attrs import field, frozen
 from polarnode.containers.probe import Store
 from polarnode.containers.user_namespace import Limits
 from polarnode.core import codec
-from polarnode.core.errors import ConfigError, HarnessError, Refused, RuntimeFault, boundary
+from polarnode.core.errors import ConfigError, Refused, RuntimeFault, boundary
 from polarnode.support.bounded import private_opener
 from polarnode.support.concurrency import open_process_group
 
@@ -150,7 +150,8 @@ class RecipeConfig:
     """The content of a runtime.toml. `base` is another recipe's name, None for a recipe directly on Debian.
     User and workdir are the task's.
 
-    `instead_of` is the recipe that this one replaces on a task's own image.
+    `instead_of` is the recipe that this one replaces on a task's own image. `harnesses` tells readers which
+    it carries: a harness itself names the image it runs in (`Harness.image`).
     """
 
     base: str | None = None
@@ -208,16 +209,6 @@ class Recipes:
             return self.stages(name)[-1].image
         recipe = self.find(name)
         return recipe.image if recipe else name
-
-    def image_for(self, harness: str) -> str:
-        """The name of the recipe that carries a harness. Raises HarnessError where none does."""
-        for recipe in self.by_name.values():
-            if harness in recipe.config.harnesses:
-                return recipe.name
-        raise HarnessError(
-            f"no runtime carries the harness {harness}: name it under harnesses in one of the runtime.toml"
-            " files"
-        )
 
     def with_bases(self, names: Sequence[str]) -> tuple[Recipe, ...]:
         """The recipes of these names and all their bases, each once and after its base. Names without a

@@ -54,11 +54,6 @@ class Rights:
     kind: Literal["root", "namespace", "user"]
     ids: int
 
-    @property
-    def own_ranges(self) -> int:
-        """How many containers can have a range of ids that nothing else has."""
-        return max(0, self.ids // IDS - 1)
-
 
 def read_rights(proc: Path = Path("/proc/self")) -> Rights:
     """What this process may do."""

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,9 +119,6 @@ class Server(Protocol):
         """Hold generation on the server."""
 
     async def resume(self) -> None: ...
-
-
-Connect = Callable[[Wanted, str | None], AbstractAsyncContextManager[Server]]
 
 
 @define(eq=False)

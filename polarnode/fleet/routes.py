@@ -35,18 +35,12 @@ EVALUATIONS_JOINED: Final = "+"  # between the ids of a request's evaluations on
 SCORE_S: Final = 1800.0  # without a byte: a teacher reads millions of tokens in minutes
 END_S: Final = 420.0  # of a capture's end, as the client waits for it
 ANY: Final = TaskSpec(instruction="", harness=HarnessSpec())  # a capture's or a score's place: any node
-
-
 PASSED: Final = ("retry-after", "content-disposition")  # of a node's headers
 
 
 def passed(answer: NodeAnswer) -> Response:
     """A node's answer as it is."""
-    headers = {
-        name.title(): each
-        for name, each in answer.headers.items()
-        if name in ("retry-after", "content-disposition")
-    }
+    headers = {name.title(): each for name, each in answer.headers.items() if name in PASSED}
     kind = answer.headers.get("content-type", "application/json")
     return Response(answer.body, answer.status, headers, content_type=kind)
 

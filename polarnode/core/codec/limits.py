@@ -196,13 +196,13 @@ def _written(where: Path | None) -> str:
     return written
 
 
-def check_nesting(value: object, limit: int = BODY_DEPTH) -> None:
-    """Raise Refused, with the path of the part, for a body with more than `limit` lists and objects inside
+def check_nesting(value: object) -> None:
+    """Raise Refused, with the path of the part, for a body with more than BODY_DEPTH lists and objects inside
     each other. What reads the body further may then be recursive.
     """
-    if nested_deeper(value, limit):
-        fault = value_fault(value, "$", ValueLimits(size=sys.maxsize, count=sys.maxsize, depth=limit))
-        raise fault or Refused(f"the body is nested more than {limit} levels deep: flatten it", path="$")
+    if nested_deeper(value, BODY_DEPTH):
+        fault = value_fault(value, "$", ValueLimits(size=sys.maxsize, count=sys.maxsize, depth=BODY_DEPTH))
+        raise fault or Refused(f"the body is nested more than {BODY_DEPTH} levels deep: flatten it", path="$")
 
 
 def check_body_size(body: bytes) -> None:

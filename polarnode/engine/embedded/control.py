@@ -12,7 +12,7 @@ from array import array
 from base64 import b64decode
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any, assert_never, get_args
+from typing import Any, assert_never
 
 import numpy
 from attrs import define, evolve, field
@@ -235,7 +235,6 @@ def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
 
 
 Order = Pause | Continue | Update
-ORDERS = get_args(Order)
 Outcome = tuple[bool, str]
 
 
