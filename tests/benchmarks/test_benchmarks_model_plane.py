@@ -52,3 +52,12 @@ def test_its_smallest_load_is_played_to_the_end(arguments: list[str], names: lis
     elif arguments[0] == "cost":
         # all turns but a session's first extend the one before
         assert {cells[10] for cells in rows} == {"67%"}
+
+
+def test_the_floor_under_its_latencies_is_measured() -> None:
+    program = [sys.executable, str(BENCHMARK.with_name("plane_least.py")), "--turns", "2"]
+    ran = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    name, agents, _, later, _, first = ran.stdout.strip("| \n").split(" | ")
+    assert (name, agents) == ("least", "1")
+    assert all(float(cell.split(" / ")[0]) > 0 for cell in (later, first))
