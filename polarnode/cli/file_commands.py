@@ -9,16 +9,14 @@ from typing import Final
 
 import click
 
-from polarnode.cli.options import existing_path
-
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+from polarnode.cli.options import existing_path, folder
 
 
 @click.command(short_help="Show which turn each recorded request extends, and its new tokens.")
 @click.argument("folder", metavar="DIR", type=existing_path())
 @click.option(
     "--tokenizer",
-    type=EXISTING_FOLDER,
+    type=folder(exists=True),
     help="Checkpoint folder; weights are not needed. [default: the embedded polarnode-tiny]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per request; totals to stderr.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from polarnode.cli.options import node_address
+from polarnode.cli.options import WRITTEN, node_address
 
 
 @click.group(invoke_without_command=True, short_help="Serve many nodes as one.")
@@ -117,6 +117,7 @@ def fleet(
     from polarnode.core.codec.limits import is_loopback
     from polarnode.fleet.config import FleetConfig
 
+    ctx.meta[WRITTEN] = {name: f"--{name.replace('_', '-')}" for name in params}
     given = {"--engine": engine, "--cpu": cpu, "--model": model, "--config": file}
     options = [part for name, value in given.items() if value for part in (name, value) if part is not True]
     options += shlex.split(node_options)

@@ -164,13 +164,21 @@ def _print_join(config: FleetConfig, url: str, console: Console) -> None:
 
 def status(url: str, token: str | None, *, as_json: bool) -> None:
     """Print the nodes of a fleet."""
-    found = trio.run(_asked, url, token, "GET", "/v1/status", None)
+    found = _status(url, token)
     if as_json:
         print(dump_json(found).decode())
         return
+    open_console().print(nodes_of(found))
+
+
+def _status(url: str, token: str | None) -> dict[str, Any]:
+    """GET /v1/status of a front. ConfigError where a node answers: it has some of a front's routes, and would
+    drain itself.
+    """
+    found: dict[str, Any] = trio.run(_asked, url, token, "GET", "/v1/status", None)
     if "nodes" not in found:
         raise ConfigError(f"{url} is a node, not a fleet: give the address of its front")
-    open_console().print(nodes_of(found))
+    return found
 
 
 def nodes_of(found: dict[str, Any]) -> Group:
@@ -219,6 +227,7 @@ def _table(nodes: list[dict[str, Any]]) -> Group:
 
 def drain(node: str, url: str, token: str | None, *, back: bool) -> None:
     """Let a node take no new tasks, or take some again."""
+    _status(url, token)
     body = {"node": node, "draining": not back}
     found = trio.run(_asked, url, token, "POST", "/v1/fleet/drain", body)
     open_console().print(f"{found['name']} {'takes tasks again' if back else 'takes no new tasks'}")

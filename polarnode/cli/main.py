@@ -15,11 +15,13 @@ from polarnode.cli.file_commands import FILE_COMMANDS
 from polarnode.cli.fleet import fleet
 from polarnode.cli.image import image
 from polarnode.cli.options import (
+    WRITTEN,
     as_exit,
     config_of,
     existing_file,
     existing_path,
     export_options,
+    folder,
     merged_settings,
     node_address,
     node_options,
@@ -38,8 +40,6 @@ NODE_MODULES = frozenset(
     {"trio", "hypercorn", "quart", "quart_trio", "podman", "h11", "jinja2", "transformers", "tokenizers"}
     | {"rich", "cryptography", "prometheus_client", "yaml", "regex"}
 )
-FOLDER = click.Path(file_okay=False, path_type=Path)
-EXISTING_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 class CommandGroup(click.Group):
@@ -68,7 +68,7 @@ class CommandGroup(click.Group):
                 raise
             raise click.ClickException(NODE.format(missing=error.name)) from error
         except (PolarnodeError, KeyboardInterrupt, BaseExceptionGroup) as error:
-            expected = as_exit(error)
+            expected = as_exit(error, ctx.meta.get(WRITTEN, {}))
             if expected is None:
                 raise
             raise expected from error
@@ -139,7 +139,7 @@ def main(ctx: click.Context, /, **params: Any) -> None:
 @source_options
 @click.option(
     "--out",
-    type=FOLDER,
+    type=folder(),
     default=Path("out/run"),
     show_default=True,
     help="Folder for trajectories.jsonl, the journal and logs.",
@@ -247,7 +247,7 @@ def convert(sources: tuple[Path, ...], out: Path | None, skip: bool, build: bool
     show_default=True,
     help="Which sessions' tokens to write to rows.parquet.",
 )
-@click.option("--out", type=FOLDER, required=True, help="Folder for the data and the node's state.")
+@click.option("--out", type=folder(), required=True, help="Folder for the data and the node's state.")
 @click.pass_context
 def generate(ctx: click.Context, /, sources: tuple[Path, ...], **params: Any) -> None:
     """Run every task of SOURCES (see `polarnode run --help`) and write the accepted sessions as data.
@@ -402,7 +402,7 @@ def evaluate(
     type=existing_file(),
     help="Read this trajectories.jsonl, not a node. SESSION may then be a prefix, or absent.",
 )
-@click.option("--model", type=EXISTING_FOLDER, help="Checkpoint folder whose tokenizer decodes the tokens.")
+@click.option("--model", type=folder(exists=True), help="Checkpoint whose tokenizer decodes the tokens.")
 @click.option(
     "--plain",
     is_flag=True,

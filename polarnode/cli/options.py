@@ -16,9 +16,9 @@ from click.exceptions import Exit
 
 from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core.conversation import Json
-from polarnode.core.errors import ConfigError, PolarnodeError, Refused, boundary
+from polarnode.core.errors import ConfigError, EngineError, PolarnodeError, Refused, boundary
 from polarnode.node.config import NodeConfig
-from polarnode.node.config_sources import parse_gpus, read_config, unknown_variables
+from polarnode.node.config_sources import as_written, parse_gpus, read_config, unknown_variables, written
 from polarnode.sources.values import KINDS, Overrides
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 # ── options ───────────────────────────────────────────────────────────────────
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+WRITTEN = "polarnode.written"  # in a context's `meta`: how the command's settings were written
+EMPTY: Mapping[str, str] = {}
 DEFAULT_URL = "http://127.0.0.1:8080"
 SAMPLES = click.IntRange(min=1, max=4096)  # the limit of the task itself
 SOURCE_OPTIONS = ("kind", "harness", "samples", "over", "only", "limit", "split", "image_template")
@@ -46,6 +48,11 @@ CONVERTED = (
 def existing_file() -> click.Path:
     """The type of an existing file."""
     return click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def folder(*, exists: bool = False) -> click.Path:
+    """The type of a folder, which has to exist or not."""
+    return click.Path(exists=exists, file_okay=False, path_type=Path)
 
 
 def existing_path() -> click.Path:
@@ -264,6 +271,9 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.meta[WRITTEN] = written(toml=toml, environment=os.environ, flags=flags)
     config = read_config(toml=toml, environment=os.environ, flags=flags)
     for unknown in unknown_variables(os.environ, config):
         click.echo(f"warning: {unknown}", err=True)
@@ -343,15 +353,19 @@ def sentence(error: PolarnodeError) -> str:
     return f"{error} (at {error.path})" if isinstance(error, Refused) and error.path else str(error)
 
 
-def as_exit(error: BaseException) -> click.ClickException | Exit | None:
+def as_exit(error: BaseException, names: Mapping[str, str] = EMPTY) -> click.ClickException | Exit | None:
     """The exit for an error: code 130 when interrupted, else code 1 with each distinct sentence; None for a
-    bug.
+    bug. `names`: how the command's settings were written.
     """
     if is_bug(error):
         return None
     if interrupted(error):
         return Exit(EXIT_INTERRUPTED)
-    sentences = dict.fromkeys(sentence(leaf) for leaf in leaves(error) if isinstance(leaf, PolarnodeError))
+    sentences = dict.fromkeys(
+        as_written(sentence(leaf), names) if isinstance(leaf, ConfigError | EngineError) else sentence(leaf)
+        for leaf in leaves(error)
+        if isinstance(leaf, PolarnodeError)
+    )
     from polarnode.cli.output import harmless  # slow to import, and only errors need it
 
     return click.ClickException(harmless("\n".join(sentences)))

@@ -11,14 +11,12 @@ from typing import Any, TypeVar, get_args
 import click
 from click.shell_completion import get_completion_class
 
-from polarnode.cli.options import existing_file, merged_settings, node_address, serving_config
+from polarnode.cli.options import existing_file, folder, merged_settings, node_address, serving_config
 from polarnode.core.weights import PauseMode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 # modes that hold generation: `drain` lets it come to an end instead
 MODES = tuple(mode for mode in get_args(PauseMode) if mode != "drain")
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-OUT = click.Path(file_okay=False, path_type=Path)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -293,9 +291,9 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 @click.command(short_help="Show a file's sessions as a page: groups, timelines, tokens.")
 @click.option("--from", "file", type=existing_file(), required=True, help="A trajectories.jsonl.")
-@click.option("--model", type=FOLDER, help="Checkpoint folder whose tokenizer decodes the tokens.")
+@click.option("--model", type=folder(exists=True), help="Checkpoint whose tokenizer decodes the tokens.")
 @click.option("--port", default=0, show_default="any free one", help="Serve the page on 127.0.0.1 here.")
-@click.option("--bundle", "out", type=OUT, help="Write page and data into this new folder instead.")
+@click.option("--bundle", "out", type=folder(), help="Write page and data into this new folder instead.")
 def view(file: Path, model: Path | None, port: int, out: Path | None) -> None:
     """Serve the page of a node over a file, without a node, until Ctrl-C.
 

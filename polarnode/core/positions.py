@@ -46,7 +46,7 @@ class Position:
             if found.text != text or len(found.parts) > MOST_JOURNALS:  # one way to write each position
                 raise ValueError
         except (ValueError, Error):
-            raise Refused(f"{path or 'a position'} {SENTENCE}", path=path) from None
+            raise Refused(f"{(path or 'a position').lstrip('?$.')} {SENTENCE}", path=path) from None
         return found
 
     @property

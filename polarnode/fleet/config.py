@@ -47,7 +47,7 @@ class FleetConfig:
             if node.startswith(("@", "dns:")):
                 continue
             if fault := url_fault(split_pin(node)[0]):
-                raise ConfigError(f"nodes: {node!r} {fault}; give addresses such as http://10.0.0.5:8080")
+                raise ConfigError(f"--nodes: {node!r} {fault}; give addresses such as http://10.0.0.5:8080")
         for name, token in (("token", self.token), ("node_token", self.node_token)):
             # as a node's: an empty one would be what a client sends that has none
             if token is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", token):
@@ -59,11 +59,11 @@ class FleetConfig:
             raise ConfigError("tls_cert and tls_key belong together: give both, or neither")
         if not is_loopback(self.host):
             if self.token is None:
-                raise ConfigError(f"host {self.host} is not loopback: set POLARNODE_TOKEN")
+                raise ConfigError(f"--host {self.host} is not loopback: set POLARNODE_TOKEN")
             if self.tls_cert is None:
                 raise ConfigError(
-                    f"host {self.host} is not loopback: give --tls-cert and --tls-key, or listen on 127.0.0.1"
-                    " behind a proxy that speaks TLS"
+                    f"--host {self.host} is not loopback: give --tls-cert and --tls-key, or listen on"
+                    " 127.0.0.1 behind a proxy that speaks TLS"
                 )
         self._check_public()
         if not 0 < self.min_nodes <= 1:
@@ -75,7 +75,7 @@ class FleetConfig:
         if url is None:
             if self.join and self.host in ("0.0.0.0", "::"):
                 raise ConfigError(
-                    f"host {self.host} is no address that nodes can call: give --host with one of this"
+                    f"--host {self.host} is no address that nodes can call: give --host with one of this"
                     " machine, or --public-url"
                 )
             return

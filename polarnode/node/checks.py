@@ -27,6 +27,7 @@ from polarnode.containers.probe import Finding, probe
 from polarnode.containers.recipes import Recipes, default_runtimes_dir, read_recipes
 from polarnode.core.codec.limits import address
 from polarnode.core.errors import ConfigError, EngineError
+from polarnode.engine.checkpoints import CONFIG, TENSORS
 from polarnode.engine.settings import RESERVED, check
 from polarnode.http.server import Certificate
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
@@ -68,6 +69,7 @@ def requirements(config: NodeConfig) -> Iterator[Finding]:
         if config.engine_args and not RESERVED.keys() & config.engine_args.keys():
             yield engine_arguments(config, os.environ)
     yield from checkpoint(config)
+    yield from adapters(config)
     yield from recorded_requests(config)
     yield from control_plane(config)
     yield from captures(config)
@@ -192,8 +194,24 @@ def checkpoint(config: NodeConfig) -> Iterator[Finding]:
     elif config.engine == "sglang" and (config.cpu or config.gpus):
         try:
             check(engine_settings(config, Path(config.state_dir), None))
-        except EngineError as error:
+        except (ConfigError, EngineError) as error:
             yield Finding(name="engine", ok=False, what=str(error), remedy="see docs/engines.md")
+
+
+def adapters(config: NodeConfig) -> Iterator[Finding]:
+    """The folders of adapters that are served from the start. Whether their content fits is seen when an
+    engine loads them.
+    """
+    for name, folder in config.adapters.items():
+        for file in (CONFIG, TENSORS):
+            if not (Path(folder) / file).is_file():
+                yield Finding(
+                    name="adapters",
+                    ok=False,
+                    what=f"adapters.{name}: there is no {Path(folder) / file}",
+                    remedy="name a folder that PEFT's save_pretrained wrote, with safetensors",
+                )
+                break
 
 
 # ── containers ────────────────────────────────────────────────────────────────

@@ -229,7 +229,7 @@ def _check_access(config: NodeConfig) -> None:
 def check_config(config: NodeConfig) -> None:
     """Raise ConfigError for settings that no node takes, or that contradict each other."""
     if config.cpu and config.gpus:
-        raise ConfigError("choose --cpu or --gpus, not both")
+        raise ConfigError("--cpu and --gpus exclude each other: give one of them")
     if config.tp < 1 or (config.gpus and len(config.gpus) % config.tp):
         raise ConfigError(
             f"--tp {config.tp} must divide the {len(config.gpus)} GPUs given: one engine takes --tp of them"

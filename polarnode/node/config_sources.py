@@ -54,35 +54,97 @@ def read_config(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Json] | None = None,
 ) -> NodeConfig:
-    """One config from its three sources; `flags` that are None were not given."""
-    file, variables = _from_toml(toml), _from_environment(environment or {})
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
-    written = {
-        **{name: name for name in file},
-        **{name: variable_of(name) for name in variables},
-        **{name: FLAGS[name] for name in given if name in FLAGS},
-    }
+    """One config from its three sources; `flags` that are None were not given. Raises ConfigError, with
+    settings named as in `written`.
+    """
+    file, variables, given = _sources(toml, environment, flags)
     try:
         config = codec.structure({**file, **variables, **given}, NodeConfig, forbid_extra=True)
         config = _with_join(config)
         check_config(config)
-    except Refused as refused:
-        sentence = f"setting {(refused.path or '$').removeprefix('$.')}: {refused}"
-        raise ConfigError(_as_written(sentence, written)) from refused
-    except ConfigError as error:
-        raise ConfigError(_as_written(str(error), written)) from error
+    except (Refused, ConfigError) as error:
+        sentence = _with_path(error) if isinstance(error, Refused) else str(error)
+        names = written(toml=toml, environment=environment, flags=flags)
+        raise ConfigError(_as_written(sentence, names)) from error
     return config
 
 
-def _as_written(sentence: str, written: Mapping[str, str]) -> str:
-    """The sentence with the setting it begins with by the name that the user wrote: a flag, a variable or a
-    key of the file.
+def written(
+    *,
+    toml: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Json] | None = None,
+) -> dict[str, str]:
+    """The name by which each given setting was given: a flag, a variable or a key of the file."""
+    file, variables, given = _sources(toml, environment, flags)
+    return {
+        **{name: name for name in file},
+        **{name: variable_of(name) for name in variables},
+        **{name: FLAGS.get(name, name) for name in given},
+    }
+
+
+def _sources(
+    toml: str | None, environment: Mapping[str, str] | None, flags: Mapping[str, Json] | None
+) -> tuple[dict[str, Json], dict[str, Json], dict[str, Json]]:
+    given: dict[str, Json] = {name: value for name, value in (flags or {}).items() if value is not None}
+    return _from_toml(toml), _from_environment(environment or {}), given
+
+
+def _with_path(refused: Refused) -> str:
+    """The sentence, which begins with the setting it is about."""
+    path, sentence = (refused.path or "$").removeprefix("$."), str(refused)
+    for named in (path, path.rpartition(".")[2]):
+        if sentence.startswith(f"{named} "):
+            return path + sentence.removeprefix(named)
+    return f"{path}: {sentence}"
+
+
+_FIRST = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)(?![\w-])")
+# a setting within a sentence: a flag, or a name that is no word of English; perhaps with a value, as in TOML
+_WITHIN = re.compile(r"(?<![\w./'\"-])(--[a-z][a-z0-9-]*|[a-z0-9]+(?:_[a-z0-9]+)+)(?![\w./-])(?: = (?=\S))?")
+_ENTRY = re.compile(r"(?<![\w./'\"-])(adapters|labels|engine_args)\.(?=[\w.-]*\w)")
+
+
+def _as_written(sentence: str, names: Mapping[str, str]) -> str:
+    """The sentence with the setting that it begins with, and those that belong to it, by the names that the
+    user wrote. One that was not given is named in the same way as the first.
     """
-    first = re.match(r"(?:setting )?(?:--)?([a-z][a-z0-9_-]*)(?![.\w-])", sentence)
+    first = _FIRST.match(sentence)
     name = first[1].replace("-", "_") if first else ""
-    if first is None or name not in written or (written[name] == name and "--" not in first[0]):
-        return sentence
-    return written[name] + sentence[first.end() :]
+    if first is None or name not in names:
+        return as_written(sentence, names)
+    settings = {each.name for each in fields(NodeConfig)}
+    if names[name].startswith("--"):
+        like = {each: FLAGS.get(each, each) for each in settings}
+    elif names[name].startswith(ENVIRONMENT_PREFIX):
+        like = {each: variable_of(each) for each in settings}
+    else:
+        like = {each: each for each in settings}
+    by_flag = {flag: each for each, flag in FLAGS.items()}
+    rest = as_written(sentence[first.end() :], {**like, **names}, flags=by_flag)
+    if rest.startswith(".") and names[name].startswith("--"):
+        return f"{names[name]} {rest[1:]}"
+    return names[name] + rest
+
+
+def as_written(sentence: str, names: Mapping[str, str], *, flags: Mapping[str, str] | None = None) -> str:
+    """The sentence with the settings in it by their `names`, as `written` gives them. Only names with a `_`,
+    and the `flags`, are told from words.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        name = (flags or {}).get(found[1], found[1])
+        new = names.get(name, found[1])
+        if not found[0].endswith(" = "):
+            return new
+        return f"{new} " if new.startswith("--") else f"{new}=" if new != name else found[0]
+
+    def entry(found: re.Match[str]) -> str:
+        new = names.get(found[1], "")
+        return f"{new} " if new.startswith("--") else found[0]
+
+    return _WITHIN.sub(named, _ENTRY.sub(entry, sentence))
 
 
 def variable_of(name: str) -> str:

@@ -14,6 +14,7 @@ from rich.console import Console
 from polarnode.api.app import Extension, control_plane
 from polarnode.cli import fleet, fleet_run, main
 from polarnode.cli.progress import Steps
+from polarnode.core.errors import ConfigError
 from polarnode.fleet import serving
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front, open_front
@@ -33,7 +34,7 @@ def test_what_cannot_work_is_one_sentence() -> None:
         (["--nodes", f"http://10.0.0.5#{PIN}"], "only an https address shows a certificate"),
         (["--nodes", "http://a:1", "--host", "0.0.0.0"], "set POLARNODE_TOKEN"),
         (["--nodes", "http://a:1", "--token", ""], "token must be printable ASCII, not empty"),
-        (["--nodes", "http://a:1", "--node-token", " x"], "node_token must be printable ASCII"),
+        (["--nodes", "http://a:1", "--node-token", " x"], "--node-token must be printable ASCII"),
     ):
         found = CliRunner().invoke(main, ["fleet", *arguments], env={"POLARNODE_TOKEN": ""})
         assert found.exit_code == 1, found.output
@@ -97,6 +98,11 @@ async def test_a_fleet_is_shown_and_a_node_drained(
                     await trio.sleep(0.05)
             await trio.to_thread.run_sync(lambda: fleet_run.drain("node-1", url, None, back=True))
             assert "takes tasks again" in capsys.readouterr().out
+            # a node has the route too, for its front: it would drain itself, whatever name is given
+            with pytest.raises(ConfigError, match="is a node, not a fleet"):
+                await trio.to_thread.run_sync(
+                    lambda: fleet_run.drain("node-1", nodes[0].url, None, back=False)
+                )
             assert b"polarnode_fleet_slots" in exposition(front)
             assert fleet_status(front)["node"] == "fleet"
 

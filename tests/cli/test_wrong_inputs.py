@@ -34,6 +34,8 @@ FILES = {
     "cut.jsonl": '{"session_id": "4f"}\n{"session_id": ',
     "list.jsonl": "[1]\n",
     "settings.toml": "run_limt = 3\n",
+    "secure.toml": 'tls_cert = "a.pem"',
+    "both.toml": "cpu = true\ngpus = [0]",
     "zero.toml": "run_limit = 0\n",
     "keep.toml": "keep_mb = -1\n",
     "reward.toml": f'{TASK}evaluator = {{ name = "command", config = {{ script = "true", reward_fle = "x" }} }}\n',
@@ -73,7 +75,7 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("run --gpus 3-1 task.toml", "--gpus 3-1: 3-1 counts down; write 1-3"),
     ("run --gpus 0,0 task.toml", "--gpus 0,0: name each GPU once"),
     ("run --gpus zero task.toml", "--gpus zero: give numbers and ranges, such as 0-7 or 0,2"),
-    ("run --gpus 0 --cpu task.toml", "choose --cpu or --gpus, not both"),
+    ("run --gpus 0 --cpu task.toml", "--cpu and --gpus exclude each other: give one of them"),
     ("run --gpus 0-2 --tp 2 task.toml", "--tp 2 must divide the 3 GPUs given"),
     ("run --cpu --engine vllm task.toml", "--engine: 'vllm' must be an http or https address"),
     ("run --cpu --allow-import my/evals task.toml", "--allow-import 'my/evals' is no module: write"),
@@ -95,6 +97,17 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("--engine simulated --engine-arg a=1", "--engine-arg are for the node's own SGLang"),
     ("run --cpu --engine-arg tp-size=2 task.toml", "--engine-arg tp_size is the node's own: use --tp"),
     ("--cpu --join word", "--join takes @FILE"),
+    # settings that belong together are all named as the first was written
+    ("--cpu --tls-cert a.pem", "--tls-cert and --tls-key belong together"),
+    ("--cpu --config secure.toml", "Error: tls_cert and tls_key belong together"),
+    ("--cpu --tls-cert a.pem --tls-key a.key", "control plane: --tls-cert a.pem cannot be read"),
+    ("fleet --nodes http://127.0.0.1:9 --tls-key a.key", "--tls-cert and --tls-key belong together"),
+    ("fleet --nodes ftp://node", "--nodes: 'ftp://node' must be an http or https address"),
+    ("fleet --nodes http://a:1 --host 0.0.0.0", "--host 0.0.0.0 is not loopback: set POLARNODE_TOKEN"),
+    ("--cpu --adapter me=folder", "--adapter: me cannot be served with --lora-rank 0: set it"),
+    ("--cpu --lora-rank 8 --adapter me=folder", "--adapter me: there is no folder/adapter_config.json"),
+    ("--cpu --label model=x", "--label model cannot be set"),
+    ("run --config both.toml task.toml", "cpu and gpus exclude each other"),
     # what doctor knows
     ("run --gpus 0 task.toml", "gpus: 0 found, but not GPU 0"),
     ("generate --gpus 0-7 --out out task.toml", "but not GPU 0, 1, 2, 3, 4, 5, 6, 7"),
@@ -133,7 +146,7 @@ VARIABLES: tuple[tuple[str, str, str], ...] = (
     ("POLARNODE_RUN_LIMIT", "abc", "POLARNODE_RUN_LIMIT=abc: write it as in TOML, such as 8, true or [0, 1]"),
     ("POLARNODE_RUN_LIMIT", "0", "POLARNODE_RUN_LIMIT must be at least 1"),
     ("POLARNODE_TP", "0", "POLARNODE_TP 0 must divide"),
-    ("POLARNODE_RUN_LIMIT", '"x"', "POLARNODE_RUN_LIMIT: run_limit must be a whole number, not a string"),
+    ("POLARNODE_RUN_LIMIT", '"x"', "POLARNODE_RUN_LIMIT must be a whole number, not a string"),
 )
 
 

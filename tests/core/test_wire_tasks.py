@@ -206,7 +206,7 @@ def place(fields: dict[str, Any], path: str, value: Any) -> dict[str, Json]:
         ("carry.routed_experts", 1, "$.carry.routed_experts", "true or false"),
         ("carry.routed_expert", True, "$.carry.routed_expert", "did you mean routed_experts?"),
         ("snapshot_at", 3, "$.snapshot_at", "must be a list of turns or an object, not a number"),
-        ("snapshot_at", [0, -1], "$.snapshot_at.turns[1]", "0 to 2.14748e+09, not -1"),
+        ("snapshot_at", [0, -1], "$.snapshot_at.turns[1]", "0 to 2147483647, not -1"),
         ("snapshot_at.tool_calls", [0], "$.snapshot_at.tool_calls[0]", "must be 1 to"),
         ("snapshot_at.every", 0, "$.snapshot_at.every", "must be 1 to"),
         ("snapshot_at.entropy", -0.5, "$.snapshot_at.entropy", "0 to 100, not -0.5"),

@@ -1,5 +1,6 @@
 """The node's settings: three sources in order of weight, and a sentence for each that can not work."""
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from polarnode.cli.main import main as command
 from polarnode.core.errors import ConfigError
 from polarnode.evaluators.judging import JudgeConfig
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.config_sources import FLAGS, parse_gpus, read_config, unknown_variables
+from polarnode.node.config_sources import (
+    FLAGS,
+    as_written,
+    parse_gpus,
+    read_config,
+    unknown_variables,
+    written,
+)
 
 
 def test_a_setting_is_named_as_it_was_written() -> None:
@@ -27,6 +35,48 @@ def test_a_setting_is_named_as_it_was_written() -> None:
         read_config(environment={"POLARNODE_TP": "3", "POLARNODE_GPUS": "[0, 1]"})
     with pytest.raises(ConfigError, match=r"^tp 3 must divide the 2 GPUs given"):
         read_config(toml="tp = 3\ngpus = [0, 1]")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"flags": {"tls_cert": "a"}}, "--tls-cert and --tls-key belong together"),
+        (
+            {"environment": {"POLARNODE_TLS_CERT": "a"}},
+            "POLARNODE_TLS_CERT and POLARNODE_TLS_KEY belong together",
+        ),
+        ({"toml": 'tls_cert = "a"'}, "tls_cert and tls_key belong together"),
+        # one that was given in another way keeps its own name
+        (
+            {"toml": 'engine = "http://a:1"', "flags": {"cpu": True}},
+            "engine URL takes no --cpu, gpus or tp: its servers have the model",
+        ),
+        ({"flags": {"adapters": {"a": "b"}}}, "--adapter: a cannot be served with --lora-rank 0: set it to"),
+        ({"environment": {"POLARNODE_ADAPTERS": '{a = "b"}'}}, "such as POLARNODE_LORA_RANK=32"),
+        ({"toml": '[adapters]\na = "b"'}, "such as lora_rank = 32"),
+        ({"flags": {"labels": {"model": "x"}}}, "--label model cannot be set"),
+        ({"toml": '[labels]\nmodel = "x"'}, "labels.model cannot be set"),
+        ({"toml": "run_limt = 1"}, "run_limt is not a known field: did you mean run_limit?"),
+        # what has no flag has the name of the file's key
+        ({"flags": {"host": "0.0.0.0"}}, "--host 0.0.0.0 can be reached from outside"),
+        ({"environment": {"POLARNODE_CAPTURE_LISTEN": "10.0.0.1"}}, "set POLARNODE_CAPTURE_TLS_CERT and"),
+    ],
+)
+def test_settings_that_belong_together_are_named_alike(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        read_config(**given)
+
+
+def test_a_later_error_names_settings_as_they_were_written() -> None:
+    names = written(toml="lora_rank = 8", flags={"tls_cert": "a.pem", "adapters": {"a": "b"}})
+    cases = (
+        ("control plane: tls_cert a.pem cannot be read", "control plane: --tls-cert a.pem cannot be read"),
+        ("adapters.a: there is no b/x", "--adapter a: there is no b/x"),
+        ("set lora_rank = 32, not tls_key", "set lora_rank = 32, not tls_key"),
+        ("the file /x/tls_cert.pem and 'tls_cert' stay", "the file /x/tls_cert.pem and 'tls_cert' stay"),
+    )
+    for sentence, expected in cases:
+        assert as_written(sentence, names) == expected
 
 
 def test_the_names_of_flags_are_those_of_the_command() -> None:
@@ -94,7 +144,7 @@ def test_gpus_that_can_not_be_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"cpu": True, "gpus": [0]}, "not both"),
+        ({"cpu": True, "gpus": [0]}, "exclude each other"),
         ({"gpus": [0, 1, 2], "tp": 2}, "must divide"),
         ({"run_limit": 0}, "--run-limit must be at least 1"),
         ({"carried_mb": 0}, "carried_mb must be at least 1"),
@@ -145,10 +195,10 @@ def test_labels_are_short_texts_and_the_names_of_every_node_stay_its_own() -> No
     }
     for labels, words in (
         ({"-gpu": "a"}, "'-gpu'] needs a name"),
-        ({"gpu": ""}, r"labels\.gpu must be 1 to 256 printable characters"),
-        ({"model": "m"}, r"labels\.model cannot be set"),
+        ({"gpu": ""}, r"--label gpu must be 1 to 256 printable characters"),
+        ({"model": "m"}, r"--label model cannot be set"),
         ({f"l{each}": "1" for each in range(33)}, "--label must be at most 32 labels, not 33"),
-        ({"gpu": 1}, "labels"),
+        ({"gpu": 1}, "^--label gpu must be a string, not a number"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_config(flags={"labels": labels})

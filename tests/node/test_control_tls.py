@@ -16,7 +16,7 @@ from polarnode.node.node import control_certificate
 
 
 def test_the_settings_belong_together_and_come_from_everywhere() -> None:
-    with pytest.raises(ConfigError, match="--tls-cert and tls_key belong together: give both, or neither"):
+    with pytest.raises(ConfigError, match="--tls-cert and --tls-key belong together: give both, or neither"):
         read_config(flags={"tls_cert": "a.crt"})
     found = read_config(toml='tls_cert = "a.crt"', environment={"POLARNODE_TLS_KEY": "a.key"})
     assert (found.tls_cert, found.tls_key) == ("a.crt", "a.key")

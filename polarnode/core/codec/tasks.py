@@ -56,7 +56,7 @@ MAX_EVALUATED = 10_000  # sessions of one evaluation: a night's work, and a mega
 # MiB of one snapshot: a gigabyte takes the ten seconds that a call may be held (rollouts/snapshots.py)
 SNAPSHOT_MB = 1024
 SNAPSHOTS = 256  # of one session: each is a file of up to max_mb, and a group has many sessions
-MAX_ENTROPY = 100.0  # nats; the logarithm of a vocabulary's size is at most 13
+MAX_ENTROPY = 100  # nats; the logarithm of a vocabulary's size is at most 13
 MAX_TOP_LOGPROBS = 20  # the most alternatives for each token, as OpenAI and Google allow
 # stands in a URL path, a container label and an SSE filter unescaped
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
@@ -173,7 +173,7 @@ def _snapshot_rules(spec: SnapshotSpec, runtime: RuntimeSpec) -> Iterator[Rule]:
     )
     for name, value, low, high in numbers:
         right = value is None or low <= value <= high
-        yield Rule(right, f"{at}.{name}", f"must be {low} to {high:g}, not {value}")
+        yield Rule(right, f"{at}.{name}", f"must be {low} to {high}, not {value}")
     yield Rule(named <= spec.keep, f"{at}.turns", f"names {named} turns, and keep is {spec.keep}: raise keep")
     unasked = "keeps the processes of snapshots, and no rule asks for one: name turns"
     yield Rule(spec.wanted or not spec.freeze, f"{at}.freeze", unasked)
