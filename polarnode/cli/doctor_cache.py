@@ -46,7 +46,11 @@ def cache(config: NodeConfig, memory: Path = Path("/proc/meminfo")) -> Iterator[
 
 def _waits(config: NodeConfig) -> str:
     if config.residency:
-        return "; sessions begin while it holds what they become (residency = false where reading is cheap)"
+        last = "; prefixes of sessions that still call are evicted last" if config.session_cache else ""
+        return (
+            "; sessions begin while it holds what they become (residency = false where reading is"
+            f" cheap){last}"
+        )
     return "; residency = false: as many sessions run as run_limit and the engine's queue allow"
 
 

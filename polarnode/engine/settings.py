@@ -98,9 +98,9 @@ class EngineSettings:
     (`discard`) or kept in main memory (`backup`). `lora_rank`: the largest rank of an adapter, 0: none are
     taken; `lora_modules` are the layers that adapters may change, and `lora_slots` of them are sampled by at
     once, in memory of the GPU that is taken at the start. `session_cache`: prefixes of sessions that still
-    call are evicted after all others. `residency`: sessions begin only while the cache holds what they will
-    become (`residency.py`). `host_cache_gb`: of main memory for each GPU, 1e9 bytes each, which take what its
-    KV cache evicts; 0: none.
+    call are evicted after all others; `Forget` tells which call no more. `residency`: sessions begin only
+    while the cache holds what they will become (`residency.py`). `host_cache_gb`: of main memory for each
+    GPU, 1e9 bytes each, which take what its KV cache evicts; 0: none.
     """
 
     model_path: Path
@@ -160,11 +160,8 @@ def check(settings: EngineSettings) -> None:
         raise _wrong("memory_saver lends the memory of GPUs, and this engine has none: leave it out")
     if settings.lora_rank and (reason := unadapted(settings)):
         raise _wrong(reason)
-    if settings.session_cache and settings.external is not None:
-        raise _wrong(
-            "session_cache is for the node's own engine, and no session ids are sent to others: leave it out"
-            " with --engine URL"
-        )
+    if settings.session_cache and (reason := sessionless(settings)):
+        raise _wrong(f"session_cache {reason}")
     if settings.host_cache_gb and (settings.device == "cpu" or settings.simulated or settings.external):
         raise _wrong(
             "host_cache_gb takes what the KV cache of a GPU evicts, and this engine has none: leave it out"
@@ -262,6 +259,26 @@ def unadapted(settings: EngineSettings) -> str | None:
         ),
     )
     return next((sentence for holds, sentence in reasons if holds), None)
+
+
+# SGLang 0.5.23 refuses session-aware eviction with these, or keeps no prefixes
+_OTHER_CACHES = ("disable_radix_cache", "radix_cache_backend", "enable_flexkv")
+SESSIONLESS = (*_OTHER_CACHES, "enable_kv_cache_sharding", "enable_encoder_swa_bounded_replay")
+
+
+def sessionless(settings: EngineSettings) -> str | None:
+    """Why an engine of these settings cannot evict by sessions; None when it can."""
+    if settings.external is not None:
+        return "is for the node's own engine, and others get no session ids: leave it out with --engine URL"
+    if name := next((name for name in SESSIONLESS if settings.extra.get(name)), None):
+        return f"does not go with --engine-arg {name}: leave one of them out"
+    merged = _text_config(settings.model_path)
+    layers = merged.get("layer_types") or merged.get("hybrid_layer_pattern")
+    # SGLang gives a model that attends to a window alone another cache, which knows no sessions
+    if isinstance(layers, list) and layers and all(each in ("sliding_attention", 1) for each in layers):
+        name = settings.model_path.name
+        return f"is not for the model {name}, all of whose layers attend to a window alone: leave it out"
+    return None
 
 
 # where SGLang looks for the tokens a checkpoint was made for, in its order
@@ -369,6 +386,7 @@ def _simulated_arguments(settings: EngineSettings, simulated: Simulated) -> dict
         "weight_version": settings.weight_version,
         "simulation": asdict(simulated.simulation),
         "marks": asdict(simulated.marks),
+        "session_cache": settings.session_cache,
     }
 
 

@@ -32,6 +32,11 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel | None) 
     """
     if not config.cpu and not config.gpus and config.engine == "sglang":
         raise ConfigError("say where the model runs: --gpus 0-7, --gpus 0, --cpu, or --engine URL")
+    if config.session_cache and not config.residency:
+        raise ConfigError(
+            "session_cache needs residency, which tells the engine whose prefixes may go first: leave out"
+            " residency = false, or session_cache"
+        )
     settings = EngineSettings(
         model_path=Path(config.model),
         device="cpu" if config.cpu else "cuda",

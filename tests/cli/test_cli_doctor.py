@@ -56,6 +56,7 @@ def test_every_finding_is_a_line_and_every_fault_has_its_remedy(capsys: pytest.C
     ("config", "memory_gb", "ok", "expected"),
     [
         (CPU, 0, (True,), "131,072 tokens; sessions begin while it holds what they become"),
+        (evolve(CPU, session_cache=True), 0, (True,), "sessions that still call are evicted last"),
         (evolve(CPU, residency=False), 0, (True,), "as many sessions run as run_limit"),
         (NodeConfig(engine="simulated"), 0, (True,), "without bounds"),
         (TWO_GPUS, 64, (True, True), "takes 40 GB of main memory, of 55 GB that can be had"),

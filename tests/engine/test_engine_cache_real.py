@@ -58,6 +58,7 @@ async def simulated(state: Path) -> AsyncIterator[Engines]:
             state_dir=state,
             context_length=8192,
             residency=False,
+            session_cache=True,
             simulated=Simulated(simulation=SMALL, marks=marks, vocab_size=vocabulary),
         )
     ) as engines:
@@ -172,3 +173,23 @@ async def a_forgotten_session_is_remembered_again(real: Engines) -> None:
     assert await cached(real, tokens(15), "kept 15") < 10
     for number in (10, 11, 13):
         assert await cached(real, [*tokens(number), 2], f"kept {number}") >= 1400, number
+
+
+async def test_the_end_of_a_session_makes_room_for_others(tmp_path: Path, temporary: Path) -> None:
+    """As a node runs it: the policy tells a real engine which session is over. Three fill the cache, the youngest
+    ends, and a fourth takes its room; without the setting the oldest would lose its prefix.
+    """
+    reference = Reference(tmp_path / "model", seed=1)
+    small = settings(reference, tmp_path, max_total_tokens=KV_TOKENS, session_cache=True)
+    with trio.fail_after(600):
+        async with open_engines(small) as real:
+            for number in range(3):
+                assert real.begin_session(f"s{number}", "pi", f"g{number}", lambda seconds: None) is None
+                assert await cached(real, tokens(number, 1500), f"s{number}") < 10
+            real.end_session("s2")
+            assert real.begin_session("s3", "pi", "g3", lambda seconds: None) is None
+            assert await cached(real, tokens(3, 1700), "s3") < 10
+            assert [await cached(real, [*tokens(number, 1500), 1], f"s{number}") for number in (0, 1)] == [
+                1500
+            ] * 2
+            assert await cached(real, tokens(2, 1500), "") < 10, "it has ended, and nobody else was evicted"

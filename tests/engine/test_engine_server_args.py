@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polarnode.engine.settings import EngineSettings, engine_arguments
+from polarnode.engine.settings import SESSIONLESS, EngineSettings, engine_arguments
 
 ROOT = Path(__file__).parents[2]
 DENSE = {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -67,6 +67,32 @@ def test_sglang_knows_every_argument_and_takes_its_type(
     found = ServerArgs(**given)
     assert {name: getattr(found, name) for name in given} == given
     assert (found.device, found.tp_size, found.nccl_port) == ("cuda", 2, 23_456)
+
+
+@pytest.mark.engine
+def test_what_sglang_does_with_sessions_is_as_the_setting_says() -> None:
+    """Why `session_cache` is off unless asked for, and what it is refused with: when SGLang changes that, this
+    fails and docs/engines.md is to be read again.
+    """
+    import msgspec
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.tree_core_registry import select_tree_core_backend
+    from sglang.srt.server_args import ServerArgs
+
+    assert {each.name for each in msgspec.structs.fields(ServerArgs)}.issuperset(SESSIONLESS)
+
+    def core(sessions: bool) -> str:
+        return select_tree_core_backend(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=None,
+                token_to_kv_pool_allocator=None,
+                page_size=1,
+                enable_session_radix_cache=sessions,
+            )
+        )
+
+    assert (core(False), core(True)) == ("rust", "python")
 
 
 def test_the_lock_of_a_gpu_host_has_what_the_project_pins() -> None:

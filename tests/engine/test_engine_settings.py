@@ -11,6 +11,7 @@ from polarnode.engine.protocol import Marks, Simulation
 from polarnode.engine.settings import (
     CPU_MAX_TOKENS,
     CPU_MIN_TOKENS,
+    SESSIONLESS,
     EngineSettings,
     External,
     Simulated,
@@ -20,6 +21,7 @@ from polarnode.engine.settings import (
     engine_arguments,
     gpu_groups,
     host_environment,
+    sessionless,
     token_bytes,
 )
 
@@ -102,6 +104,32 @@ def test_sessions_are_known_to_the_cache_where_it_was_asked_for(model: Path) -> 
                 external=External(urls=("http://a:1",), vocab_size=9, context_length=9),
             )
         )
+
+
+@pytest.mark.parametrize("name", SESSIONLESS)
+def test_a_session_cache_is_refused_with_arguments_that_give_another(model: Path, name: str) -> None:
+    with pytest.raises(EngineError, match=f"session_cache does not go with --engine-arg {name}"):
+        check(make(model, session_cache=True, extra={name: True}))
+    check(make(model, extra={name: True}))
+    check(make(model, session_cache=True, extra={name: False}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "refused"),
+    [
+        ({"layer_types": ["sliding_attention"] * 2}, True),
+        ({"hybrid_layer_pattern": [1, 1]}, True),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, False),
+        ({"hybrid_layer_pattern": [1, 0]}, False),
+    ],
+)
+def test_a_session_cache_is_refused_for_a_model_of_windows_alone(
+    model: Path, layers: dict[str, Any], refused: bool
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **layers}))
+    reason = sessionless(make(model, session_cache=True))
+    assert (reason is not None and "all of whose layers attend to a window alone" in reason) == refused
 
 
 def test_main_memory_takes_what_a_gpu_s_cache_evicts(model: Path) -> None:

@@ -153,6 +153,8 @@ def checkpoint(tmp_path: Path) -> Path:
         ({"tp": 2}, "--cpu takes neither --gpus nor --tp"),
         ({"memory_saver": "backup"}, "memory_saver lends the memory of GPUs"),
         ({"routed_experts": True}, "--routed-experts: the model Mine-8B is dense"),
+        ({"session_cache": True, "residency": False}, "session_cache needs residency"),
+        ({"session_cache": True, "engine_args": {"enable_flexkv": True}}, "session_cache does not go with"),
         ({"host_cache_gb": 4}, "host_cache_gb takes what the KV cache of a GPU evicts"),
     ],
 )

@@ -96,6 +96,7 @@ async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         ready=ready,
         updates=updates,
         cache=SimulatedCache(settings) if most else None,
+        session_cache=arguments["session_cache"],
     )
 
 

@@ -180,6 +180,7 @@ class Serving:
     ready: Ready
     updates: Updates
     cache: SimulatedCache | None = None
+    session_cache: bool = False  # evict what sessions refer to after all else, as SGLang where that is set
     _requests: dict[str, SimulatedRequest] = field(factory=dict, init=False)
     _scores: dict[str, asyncio.TimerHandle] = field(factory=dict, init=False)  # rows that are read
     # bounded by the calls the node has in flight
@@ -224,7 +225,7 @@ class Serving:
             case Abort(rid=rid):
                 self._abort(rid)
             case Forget(session=session):
-                if self.cache is not None:
+                if self.cache is not None and self.session_cache:
                     self.cache.forget(session)
             case _:
                 if not isinstance(message, Pause | Continue | Update):
