@@ -23,6 +23,7 @@ from polarnode.containers.criu import ANNOTATION
 from polarnode.containers.files import opened_below
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.sealing import mounts_of
+from polarnode.containers.user_namespace import IDS
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import RuntimeSpec, VolumeSpec
@@ -160,7 +161,6 @@ TERMINALS: Json = {
 
 # user ids from here to 2^31 are unused: those that systemd gives to containers end below
 FIRST_SHIFT = 0x7000_0000
-IDS = 65536  # ids a container has: as many as images use (`nobody` is 65534)
 SLOTS = 4096  # ranges before they are used again; as many containers never live at once
 
 LABEL_NODE = "polarnode.node"

@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 import trio
 from attrs import define, evolve, field
 
-from polarnode.containers.container import IDS
 from polarnode.containers.files import (
     DEEPEST,
     FILE_FLAGS,
@@ -27,6 +26,7 @@ from polarnode.containers.files import (
     reason_of,
     remove,
 )
+from polarnode.containers.user_namespace import IDS
 from polarnode.core.errors import EvaluatorError
 
 # entries of a copy: a monorepo with its packages has a tenth of it, and it takes a minute or two

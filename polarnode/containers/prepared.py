@@ -30,8 +30,9 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.containers.client import LABEL_FILES_TIME, call
-from polarnode.containers.container import IDS, LABEL_OWNER, Owner, read_owner
+from polarnode.containers.container import LABEL_OWNER, Owner, read_owner
 from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.user_namespace import IDS
 from polarnode.core import codec
 from polarnode.core.errors import Refused, RuntimeFault, boundary
 from polarnode.core.task import FileSpec, PrepareStep, RuntimeSpec, VolumeSpec

@@ -41,7 +41,6 @@ from polarnode.support.bounded import open_bounded_log
 
 # bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
 OUTPUT_LIMIT = 32 << 20
-FILES_TIMES = 10_000  # images whose time is cached: more than a store has
 # bytes to copy of what a session changed in its workspace, or twice its disk limit, because a session that
 # wrote too much is evaluated too
 COPY_LIMIT = 8 << 30

@@ -21,7 +21,6 @@ from pathlib import Path
 import trio
 from attrs import define, field, frozen
 
-from polarnode.containers.container import IDS
 from polarnode.containers.files import (
     ENTRIES_LIMIT,
     FILE_FLAGS,
@@ -40,6 +39,7 @@ from polarnode.containers.files import (
     remove,
     walk,
 )
+from polarnode.containers.user_namespace import IDS
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.support.bounded import written_whole
 

@@ -22,7 +22,6 @@ from polarnode.containers.below import Below
 from polarnode.containers.client import ContainerClient, InitialisedContainer, PlacedContainer
 from polarnode.containers.container import (
     FIRST_SHIFT,
-    IDS,
     LABEL_NODE,
     LABEL_OWNER,
     LABEL_SESSION,
@@ -43,6 +42,7 @@ from polarnode.containers.frozen import Frost, check_machine, restore_into, seal
 from polarnode.containers.inside import Inside, limit_user_namespace, look_inside, open_model_endpoint
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.runtime import REMOVE_S, PodmanRuntime
+from polarnode.containers.user_namespace import IDS
 from polarnode.core.errors import RuntimeFault, boundary
 from polarnode.core.snapshots import FrozenImage
 from polarnode.support.bounded import remember

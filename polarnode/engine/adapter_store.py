@@ -25,18 +25,15 @@ from attrs import define, evolve, field
 from polarnode.core.codec.tasks import ADAPTER
 from polarnode.core.errors import ConfigError, Conflict, DiskFull, EngineError, PolarnodeError, Refused
 from polarnode.core.weights import AdapterReport, AdaptersState, AdapterState
-from polarnode.engine.checkpoints import BadCheckpoint, head
+from polarnode.engine.checkpoints import CONFIG, CONFIG_LIMIT, TENSORS, BadCheckpoint, head
 from polarnode.engine.weight_values import AdapterOrder, DiskSource, Served
 from polarnode.engine.weights import WRITTEN_S, Weights, plain_of, served_of
 from polarnode.support.bounded import private_opener
 
 # a part of a path on every disk, of a URL, and a name in the engine
 VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,127}")
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names them
 # rank 64 of every linear layer of a 70B model is 1.7 GB in bfloat16, and twice that in float32
 MOST_BYTES: Final = 4 << 30
-# PEFT's are of some kilobytes; one that names each module of a model, of hundreds
-MOST_CONFIG: Final = 1 << 20
 INCOMING: Final = ".incoming-"  # a folder that is not whole; no adapter's name begins so
 
 
@@ -154,7 +151,7 @@ class AdapterStore:
             _remove(folder)
 
     def _copy(self, source: Path, folder: Path) -> None:
-        for name, most in ((CONFIG, MOST_CONFIG), (TENSORS, MOST_BYTES)):
+        for name, most in ((CONFIG, CONFIG_LIMIT), (TENSORS, MOST_BYTES)):
             try:
                 size = (source / name).stat().st_size
             except OSError as error:
@@ -338,7 +335,7 @@ def _unpack_config(folder: Path) -> None:
         raise Refused(
             "the body's __metadata__ has no adapter_config: put PEFT's adapter_config.json there, as text"
         )
-    _insist_small("adapter_config", len(found), MOST_CONFIG)
+    _insist_small("adapter_config", len(found), CONFIG_LIMIT)
     (folder / CONFIG).write_text(found)
 
 

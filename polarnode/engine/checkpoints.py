@@ -128,7 +128,7 @@ def check_whole(names: Iterable[str], model: Manifest) -> None:
 # ── adapters ──────────────────────────────────────────────────────────────
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT's save_pretrained names them
-CONFIG_LIMIT = 1 << 20  # bytes: PEFT's own is 1 kB
+CONFIG_LIMIT = 1 << 20  # bytes: PEFT's own is 1 kB; one that names each module of a model, hundreds
 READ = 1 << 24  # values of a tensor looked at together
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 # fields of PEFT's config that change what the adapter computes and that SGLang does not read, each with the

@@ -34,7 +34,7 @@ REWARD_BYTES = 64 * 1024  # a reward file is a number or a small object
 
 # A folder the agent closed is opened by its owner; root in a container without capabilities may delete what
 # is root's and nothing else.
-OPEN = 'chmod -R u+rwX -- "$@" 2>/dev/null; exec rm -rf -- "$@"'
+REMOVE = 'chmod -R u+rwX -- "$@" 2>/dev/null; exec rm -rf -- "$@"'
 
 
 async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = None) -> None:
@@ -43,7 +43,7 @@ async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = No
     for again in (user, "root"):
         if ended.exit_code == 0:
             return
-        ended = await runtime.run(["sh", "-c", OPEN, "sh", *paths], user=again, workdir="/")
+        ended = await runtime.run(["sh", "-c", REMOVE, "sh", *paths], user=again, workdir="/")
     if ended.exit_code != 0:
         raise EvaluatorError(
             "what stood there before the test could not be removed, judge in a fresh_runtime:"

@@ -24,6 +24,7 @@ from polarnode.core.errors import PolarnodeError
 from polarnode.core.ports import Ended, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
+from polarnode.evaluators.command import REMOVE
 from polarnode.evaluators.contract import NAME, NAMES, Evaluator, Finished, is_finite
 
 # ── config ────────────────────────────────────────────────────────────────────
@@ -238,8 +239,7 @@ def _same(value: object, expected: Json, tolerance: float) -> bool:
 
 # ── running ───────────────────────────────────────────────────────────────────
 
-# Both run as the programs' user: what they cannot remove or write is a failed case.
-CLEAR = 'chmod -R u+rwX -- "$@" 2>/dev/null; exec rm -rf -- "$@"'
+# as the programs' user, like REMOVE: what they cannot remove or write is a failed case
 WRITE = 'rm -rf -- "$1"; folder=$(dirname -- "$1"); mkdir -p -- "$folder" && cat > "$1"'
 
 
@@ -274,7 +274,7 @@ class _Run:
 
     async def _prepare(self, case: Case) -> str | None:
         """Remove what an earlier run left at the outputs and write the case's files; why that failed."""
-        scripts = [(("sh", "-c", CLEAR, "sh", *case.outputs), "")] if case.outputs else []
+        scripts = [(("sh", "-c", REMOVE, "sh", *case.outputs), "")] if case.outputs else []
         scripts += [(("sh", "-c", WRITE, "sh", path), content) for path, content in case.files.items()]
         for argv, stdin in scripts:
             ran = await self._timed(argv, stdin=stdin)

@@ -15,11 +15,11 @@ from polarnode.api.exports import KEEP_ALIVE_S
 from polarnode.api.live import changes_event, pieces
 from polarnode.api.query import read_query
 from polarnode.client.requests import query_string
-from polarnode.client.scripts import Block, Decoder
+from polarnode.client.scripts import PAUSES, Block, Decoder
 from polarnode.client.values import ClientError, Unreachable, read_answer
 from polarnode.core.status import LiveSessionStatus, SessionChanges
 from polarnode.fleet.link import Link
-from polarnode.fleet.streams import PAUSES, ROSTER_S, NodeReaders, Nodes
+from polarnode.fleet.streams import ROSTER_S, NodeReaders, Nodes
 from polarnode.http.asgi import GREETING, KEEP_ALIVE, RouteRow, event_response
 
 PATH: Final = "/v1/sessions/live"

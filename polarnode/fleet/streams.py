@@ -21,8 +21,8 @@ from polarnode.api.exports import KEEP_ALIVE_S, WRITE_BYTES, check_format
 from polarnode.api.query import FILTERS, Ack, read_query
 from polarnode.api.service import NotFound, json_response
 from polarnode.client.requests import Acknowledged, part, query_string
+from polarnode.client.scripts import MOST_BYTES, PAUSES
 from polarnode.client.values import ClientError, Unreachable, read_answer
-from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, PolarnodeError, Refused
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 # ── what is delivered next ────────────────────────────────────────────────────────────
 
 END: Final = b"\n\n"
-MOST_BYTES: Final = 1 << 30  # of one event, as the client reads it
 # bytes of a node's events that wait for their turn, besides the last one: 64 nodes with events of 300 kB are
 # below 40 MB for a reader that stands still
 PAGE: Final = 256 << 10
@@ -165,7 +164,6 @@ def still_open(rows: Collection[CopyRow]) -> bool:
 
 ROSTER_S: Final = 0.2  # between looks at the roster: a node that joined is read from then on
 ROUND_S: Final = 1.0  # before the nodes are read again for a task that moves
-PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)  # as the client's
 BEGUN: Final = b"id: %b\n\n"  # after it, where a reader begins at the newest event
 
 

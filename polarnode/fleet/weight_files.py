@@ -24,8 +24,7 @@ from polarnode.client.values import Unreachable
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.errors import Busy, Conflict, Refused
 from polarnode.core.weights import UpdateMode, WeightsReport
-from polarnode.engine.adapter_store import TENSORS
-from polarnode.engine.checkpoints import fingerprint
+from polarnode.engine.checkpoints import TENSORS, fingerprint
 from polarnode.engine.weight_values import DiskSource, UpdateOrder
 from polarnode.engine.weights import Weights
 from polarnode.fleet.link import Link

@@ -154,7 +154,7 @@ def _spellings(opaque: str) -> Iterable[str]:
 
 # Reason of a turn that continues another: its client left before the answer and sent the same request again.
 # The later turn holds the whole answer.
-RESUMED: Final = "resumed"
+RESUMED: Final = figures.RESUMED
 # Reason of the further turns of a call whose client requested several answers.
 CHOICE: Final = "choice"
 # Reason of a turn that begins a row although it could extend one: its task uses the thinking policy
