@@ -207,7 +207,7 @@ class Run:
 
     def _may_begin(self) -> bool:
         if self.residency is not None:
-            return self.residency.may_begin("agent", self.now)
+            return self.residency.may_begin("agent", self.now, group=str(self._waiting[0].group))
         return self.cap is None or len(self._running) < self.cap
 
     def _group(self) -> list[Agent]:

@@ -139,7 +139,7 @@ class Engines:
         now = trio.current_time()
         ranked = sorted(ready, key=lambda host: host.residents.rank(group))
         for host in ranked:
-            if host.residents.may_begin(kind, now):
+            if host.residents.may_begin(kind, group, now):
                 host.residents.begin(session, kind, group, credit)
                 return None
         if not waits:

@@ -11,9 +11,11 @@ from typing import Final
 
 from attrs import define, field
 
-START: Final = 0.8  # of the budget: what may be expected of all at first, for a session to begin
-# what that part may become; the last where places are lent, whose sessions are away and count in part
-LEAST_MARGIN, MOST_MARGIN, MOST_LENT = 0.5, 0.9, 1.2
+START: Final = 0.75  # of the budget: what may be expected of all at first, for a session to begin
+# What that part may become; the last where places are lent, whose sessions are away and count in part. With
+# 0.9 the calls that are late are twice as many, for now and then the large ones come together.
+LEAST_MARGIN, MOST_MARGIN, MOST_LENT = 0.5, 0.85, 1.2
+FALL: Final = 0.9  # of the margin, what is left of it after one time of too many sessions
 SHRINK, GROW = 0.93, 1.01  # of the scale, at a look
 STEP: Final = 0.002  # of the margin, at a look: 24 % an hour
 FASTER: Final = 9.0  # steps at once, down: where one look in ten is bad, the margin stays
@@ -71,8 +73,9 @@ class Allowance:
 @define(eq=False)
 class Feedback:
     """`scale`: of the capacity, what the budget is. `margin`: of the budget, what may be expected for a
-    session to begin. `lends`: whether places of sessions that are away are lent. `ended`: sessions, ever.
-    `calls`, `late`, `expired` and `waited` are since the last look.
+    session to begin, as it was learned; while no places are lent, less is `allowed`. `lends`: whether places
+    of sessions that are away are lent. `ended`: sessions, ever. `calls`, `late`, `expired`, `waited` and
+    `least` are since the last look.
     """
 
     scale: float = 1.0
@@ -85,11 +88,18 @@ class Feedback:
     late: int = 0  # calls that waited for LATE_S
     expired: int = 0  # calls that were held to the bound
     waited: bool = False  # somebody was refused a start
+    least: float = 0.0  # of the budget, what was expected where that was the least; 0 where nobody asked
+    _open: float = START  # the margin, when it last was what kept sessions from beginning
     _lately: PromptTokens = field(factory=PromptTokens, init=False)  # since the last look
     _unplanned: float = field(default=0.0, init=False)  # share of prompt tokens, read again by no decision
     _away: float = field(default=0.0, init=False)  # share of tokens whose sessions are away
     _tokens_read: float = field(default=0.0, init=False)
     _seconds_read: float = field(default=0.0, init=False)
+
+    @property
+    def allowed(self) -> float:
+        """Of the budget, what may be expected now for a session to begin."""
+        return min(self.margin, MOST_LENT if self.lends else MOST_MARGIN)
 
     def recall(self, margin: float) -> None:
         """Begin with the margin that was learned before."""
@@ -102,6 +112,11 @@ class Feedback:
         if computed >= LONG_READ:
             self._tokens_read += computed - LEARNED_READ * self._tokens_read
             self._seconds_read += seconds - LEARNED_READ * self._seconds_read
+
+    def asked(self, part: float, *, fits: bool) -> None:
+        """Somebody asked to begin, where so much of the budget was expected."""
+        self.waited = self.waited or not fits
+        self.least = min(self.least, part) if self.least else part
 
     def waited_for(self, seconds: float) -> None:
         """A call of a session that goes on waited so long for its place, or in the engine."""
@@ -129,7 +144,7 @@ class Feedback:
         if self._lately.prompt:
             self._correct()
         self.looked, self._lately = now, PromptTokens()
-        self.calls, self.late, self.expired, self.waited = 0, 0, 0, False
+        self.calls, self.late, self.expired, self.waited, self.least = 0, 0, 0, False, 0.0
 
     def _correct(self) -> None:
         unplanned = self._lately.unplanned / self._lately.prompt
@@ -144,12 +159,17 @@ class Feedback:
 
     def _move(self, again: float) -> None:
         """The margin by a step: the further from what is wanted, the larger. Of this look alone: a mean of
-        several goes on after what caused it.
+        several goes on after what caused it. While more is expected than fits, no margin lets a session
+        begin, and what is late was caused before: there it falls by a tenth, and not on until they are gone.
         """
         calls = max(1, self.calls)
         loans = max(again / LOANS, self.expired / calls / TOO_LONG)
         cost = loans if self.lends else max(self.late / calls / OFTEN, again / AGAIN)
         step = STEP * max(-FASTER, 1.0 - cost)
-        if step < 0 or self.waited:
-            most = MOST_LENT if self.lends else MOST_MARGIN
-            self.margin = min(most, max(LEAST_MARGIN, self.margin * (1.0 + step)))
+        most = MOST_LENT if self.lends else MOST_MARGIN
+        if self.least <= max(1.0, most):
+            self._open = self.allowed
+        if step < 0:
+            self.margin = max(LEAST_MARGIN, FALL * self._open, self.allowed * (1.0 + step))
+        elif self.waited and self.margin < most:
+            self.margin = min(most, self.margin * (1.0 + step))

@@ -84,9 +84,9 @@ class Residents:
         """Whether the session's tokens are counted here."""
         return self.machine is not None and self.machine.has(session)
 
-    def may_begin(self, kind: str, now: float) -> bool:
-        """Whether another session of a kind may begin here."""
-        return self.machine is None or self.machine.may_begin(kind, now)
+    def may_begin(self, kind: str, group: str, now: float) -> bool:
+        """Whether another session of a kind and group may begin here."""
+        return self.machine is None or self.machine.may_begin(kind, now, group=group)
 
     def rank(self, group: str) -> tuple[bool, int]:
         """Of several hosts, the one with the least rank is best for a session of `group`."""

@@ -182,7 +182,7 @@ async def test_a_restarted_node_begins_with_the_sizes_that_were_learned(tmp_path
             await sampled(found, call(f"new{number}", 1_500, seed=number))
             found.end_session(f"new{number}")
         learned = begun(found)
-        assert learned > 15, "they ended with 1,500"
+        assert learned > 9, "they ended with 1,500, and four guesses still count"
     async with engines(tmp_path) as found:
         assert begun(found) == learned
     (tmp_path / "engine-0.sizes.json").write_text("{")

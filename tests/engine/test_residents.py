@@ -69,7 +69,7 @@ async def room() -> Room:
 
 async def test_without_a_capacity_every_call_passes() -> None:
     found = Residents(0, lambda session: None, NOWHERE)
-    assert found.may_begin("pi", 0.0)
+    assert found.may_begin("pi", "g", 0.0)
     assert await found.enter(order("a", 10))
     assert found.statistics is None
 
