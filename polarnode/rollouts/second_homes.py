@@ -73,7 +73,7 @@ class _Task:
 
 @define(eq=False)
 class SecondHomes(Homes):
-    """A node's part in a fleet. Created by `open_second_homes`; `run` commits in the background."""
+    """A node's part in a fleet; `run` commits in the background."""
 
     journal: Journal
     scheduler: Scheduler
