@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.cli.doctor_cache import cache
+from polarnode.cli.options import names_written
 from polarnode.cli.output import harmless, open_console
 from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
 from polarnode.containers.inside import USER_LIMITS
@@ -33,6 +34,7 @@ from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
 from polarnode.node.checks import requirements
 from polarnode.node.config import TINY_MODEL, NodeConfig
+from polarnode.node.config_sources import as_written
 from polarnode.node.settings import simulated_marks, store_dir, teacher_settings
 from polarnode.rollouts.judges import open_judges
 from polarnode.tokens.families import CallSyntax, Family
@@ -204,8 +206,17 @@ def _where(config: NodeConfig) -> str:
 
 def findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
     """All findings, quick ones first, and the model. That takes seconds: its tokenizer is loaded, its
-    template audited.
+    template audited. A fault names settings as the command's user wrote them.
     """
+    names = names_written()
+    for each in _findings(config):
+        if isinstance(each, Finding) and not each.ok:
+            yield evolve(each, what=as_written(each.what, names), remedy=as_written(each.remedy, names))
+        else:
+            yield each
+
+
+def _findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
     required = list(requirements(config))
     yield from required
     yield from kernel_limits(config)

@@ -353,6 +353,13 @@ def sentence(error: PolarnodeError) -> str:
     return f"{error} (at {error.path})" if isinstance(error, Refused) and error.path else str(error)
 
 
+def names_written() -> Mapping[str, str]:
+    """How the settings of the command that runs were written."""
+    context = click.get_current_context(silent=True)
+    found: Mapping[str, str] = EMPTY if context is None else context.meta.get(WRITTEN, EMPTY)
+    return found
+
+
 def as_exit(error: BaseException, names: Mapping[str, str] = EMPTY) -> click.ClickException | Exit | None:
     """The exit for an error: code 130 when interrupted, else code 1 with each distinct sentence; None for a
     bug. `names`: how the command's settings were written.

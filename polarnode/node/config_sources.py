@@ -100,6 +100,7 @@ def _with_path(refused: Refused) -> str:
     return f"{path}: {sentence}"
 
 
+_BY_FLAG = {flag: name for name, flag in FLAGS.items()}
 _FIRST = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)(?![\w-])")
 # a setting within a sentence: a flag, or a name that is no word of English; perhaps with a value, as in TOML
 _WITHIN = re.compile(r"(?<![\w./'\"-])(--[a-z][a-z0-9-]*|[a-z0-9]+(?:_[a-z0-9]+)+)(?![\w./-])(?: = (?=\S))?")
@@ -121,20 +122,19 @@ def _as_written(sentence: str, names: Mapping[str, str]) -> str:
         like = {each: variable_of(each) for each in settings}
     else:
         like = {each: each for each in settings}
-    by_flag = {flag: each for each, flag in FLAGS.items()}
-    rest = as_written(sentence[first.end() :], {**like, **names}, flags=by_flag)
+    rest = as_written(sentence[first.end() :], {**like, **names})
     if rest.startswith(".") and names[name].startswith("--"):
         return f"{names[name]} {rest[1:]}"
     return names[name] + rest
 
 
-def as_written(sentence: str, names: Mapping[str, str], *, flags: Mapping[str, str] | None = None) -> str:
-    """The sentence with the settings in it by their `names`, as `written` gives them. Only names with a `_`,
-    and the `flags`, are told from words.
+def as_written(sentence: str, names: Mapping[str, str]) -> str:
+    """The sentence with the settings in it by their `names`, as `written` gives them. Only flags, and names
+    with a `_`, are told from words.
     """
 
     def named(found: re.Match[str]) -> str:
-        name = (flags or {}).get(found[1], found[1])
+        name = _BY_FLAG.get(found[1], found[1])
         new = names.get(name, found[1])
         if not found[0].endswith(" = "):
             return new

@@ -34,6 +34,7 @@ FILES = {
     "cut.jsonl": '{"session_id": "4f"}\n{"session_id": ',
     "list.jsonl": "[1]\n",
     "settings.toml": "run_limt = 3\n",
+    "tp.toml": "tp = 2\n",
     "secure.toml": 'tls_cert = "a.pem"',
     "both.toml": "cpu = true\ngpus = [0]",
     "zero.toml": "run_limit = 0\n",
@@ -109,6 +110,9 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("--cpu --label model=x", "--label model cannot be set"),
     ("run --config both.toml task.toml", "cpu and gpus exclude each other"),
     # what doctor knows
+    ("--tls-cert a.pem --tls-key a.key doctor --cpu", "control plane: --tls-cert a.pem cannot be read"),
+    ("run --cpu --config tp.toml task.toml", "--cpu takes neither --gpus nor tp"),
+    ("--config tp.toml --engine simulated --cpu --tls-cert a", "--tls-cert and --tls-key belong together"),
     ("run --gpus 0 task.toml", "gpus: 0 found, but not GPU 0"),
     ("generate --gpus 0-7 --out out task.toml", "but not GPU 0, 1, 2, 3, 4, 5, 6, 7"),
     ("--gpus 0 --port 0", "gpus: 0 found, but not GPU 0"),
