@@ -109,29 +109,34 @@ _ENTRY = re.compile(r"(?<![\w./'\"-])(adapters|labels|engine_args)\.(?=[\w.-]*\w
 
 def _as_written(sentence: str, names: Mapping[str, str]) -> str:
     """The sentence with the setting that it begins with, and those that belong to it, by the names that the
-    user wrote. One that was not given is named in the same way as the first.
+    user wrote.
     """
     first = _FIRST.match(sentence)
     name = first[1].replace("-", "_") if first else ""
     if first is None or name not in names:
         return as_written(sentence, names)
-    settings = {each.name for each in fields(NodeConfig)}
-    if names[name].startswith("--"):
-        like = {each: FLAGS.get(each, each) for each in settings}
-    elif names[name].startswith(ENVIRONMENT_PREFIX):
-        like = {each: variable_of(each) for each in settings}
-    else:
-        like = {each: each for each in settings}
-    rest = as_written(sentence[first.end() :], {**like, **names})
+    rest = as_written(sentence[first.end() :], {**_like(names[name]), **names})
     if rest.startswith(".") and names[name].startswith("--"):
         return f"{names[name]} {rest[1:]}"
     return names[name] + rest
 
 
+def _like(form: str) -> dict[str, str]:
+    """Every setting, named in the same way: by its flag, if it has one, its variable, or its key."""
+    settings = [each.name for each in fields(NodeConfig)]
+    if form.startswith("--"):
+        return {each: FLAGS.get(each, each) for each in settings}
+    return {each: variable_of(each) if form.startswith(ENVIRONMENT_PREFIX) else each for each in settings}
+
+
 def as_written(sentence: str, names: Mapping[str, str]) -> str:
-    """The sentence with the settings in it by their `names`, as `written` gives them. Only flags, and names
-    with a `_`, are told from words.
+    """The sentence with the settings in it by their `names`, as `written` gives them. Others in it are named
+    in the same way, where there is one. Only flags, and names with a `_`, are told from words.
     """
+    given = [_BY_FLAG.get(each[1], each[1]) for each in _WITHIN.finditer(sentence)]
+    alike = [_like(names[each]) for each in given if each in names]
+    if alike and all(each == alike[0] for each in alike):
+        names = {**alike[0], **names}
 
     def named(found: re.Match[str]) -> str:
         name = _BY_FLAG.get(found[1], found[1])

@@ -35,6 +35,7 @@ FILES = {
     "list.jsonl": "[1]\n",
     "settings.toml": "run_limt = 3\n",
     "tp.toml": "tp = 2\n",
+    "cpu.toml": "cpu = true\ntp = 2\n",
     "secure.toml": 'tls_cert = "a.pem"',
     "both.toml": "cpu = true\ngpus = [0]",
     "zero.toml": "run_limit = 0\n",
@@ -112,6 +113,7 @@ WRONG: tuple[tuple[str, str], ...] = (
     # what doctor knows
     ("--tls-cert a.pem --tls-key a.key doctor --cpu", "control plane: --tls-cert a.pem cannot be read"),
     ("run --cpu --config tp.toml task.toml", "--cpu takes neither --gpus nor tp"),
+    ("run --config cpu.toml task.toml", "cpu takes neither gpus nor tp: leave them out"),
     ("--config tp.toml --engine simulated --cpu --tls-cert a", "--tls-cert and --tls-key belong together"),
     ("run --gpus 0 task.toml", "gpus: 0 found, but not GPU 0"),
     ("generate --gpus 0-7 --out out task.toml", "but not GPU 0, 1, 2, 3, 4, 5, 6, 7"),
