@@ -17,7 +17,7 @@ import numpy
 import orjson
 
 from polarnode.core.codec.json import dump_json, read_json, structure
-from polarnode.core.codec.limits import SEED
+from polarnode.core.codec.limits import COUNT, SEED, STOP_CHARS, STOPS
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.providers.read_parts import ReadParts
@@ -27,10 +27,6 @@ T = TypeVar("T")
 Check = Callable[[Any, Any, Any], None]
 
 NESTED = 230  # levels of JSON; real schemas have about ten
-LARGEST = 2**31 - 1  # counts and ranks have 32 bits in the engine; a larger one crashes it, for all sessions
-STOPS = 64  # each is searched for in every chunk of an answer; OpenAI allows four, Google sixteen
-# characters; so much of an answer is held back from its stream while it may become a stop string
-STOP_CHARS = 1000
 
 # Escapes in a body that is mended, each of which takes 100 bytes meanwhile; 10 MB of source code have 0.3
 # million.
@@ -135,8 +131,8 @@ def at_least(low: int) -> Check:
     def check(_: object, field: Any, value: int | None) -> None:
         if value is not None and value < low:
             raise Refused(f"{field.alias} must be at least {low}, not {value}", path=f"$.{field.alias}")
-        if value is not None and value > LARGEST:
-            raise Refused(f"{field.alias} must be at most {LARGEST}, not {value}", path=f"$.{field.alias}")
+        if value is not None and value > COUNT:
+            raise Refused(f"{field.alias} must be at most {COUNT}, not {value}", path=f"$.{field.alias}")
 
     return check
 

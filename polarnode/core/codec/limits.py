@@ -20,7 +20,7 @@ from polarnode.core.errors import Refused
 
 # ── numbers ───────────────────────────────────────────────────────────────────
 
-COUNT: Final = 2**31 - 1  # counts and ranks have 32 bits in the engine
+COUNT: Final = 2**31 - 1  # counts and ranks have 32 bits in the engine; a larger one crashes it
 SEED: Final = 2**63 - 1025  # 64 bits in the engine, with room for one more seed of each choice
 STOPS: Final = 64  # each is searched for in every chunk of an answer; OpenAI allows four, Google sixteen
 # characters; so much of an answer is held back from its stream while it may become a stop string
