@@ -92,7 +92,7 @@ async def test_no_more_begin_than_the_cache_is_expected_to_hold(tmp_path: Path) 
         while (why := begin(found, f"s{begun}")) is None:
             begun += 1
             assert begun < 100
-        assert begun == 6, "0.8 of the cache, in sessions of an eighth of it"
+        assert begun == 4, "0.75 of the cache, in sessions of a sixth of it"
         assert why == "engine: its cache has no room for what another session would become"
         found.end_session("s0")
         assert begin(found, "another") is None
@@ -112,8 +112,9 @@ async def test_a_session_that_does_not_wait_begins_without_a_place(tmp_path: Pat
 async def test_a_displaced_session_s_call_is_held_until_another_ends(tmp_path: Path) -> None:
     credits: list[float] = []
     async with engines(tmp_path) as found:
-        for number, name in enumerate(("a", "b")):
+        for name in ("a", "b"):
             assert begin(found, name, name, credits if name == "b" else None) is None
+        for number, name in enumerate(("a", "b")):
             await sampled(found, call(name, 21_000 - number, seed=number))
         assert of(found).displaced == 1
         async with trio.open_nursery() as nursery:
@@ -128,8 +129,9 @@ async def test_a_displaced_session_s_call_is_held_until_another_ends(tmp_path: P
 
 async def test_a_held_call_ends_with_its_client_and_a_host_that_dies(tmp_path: Path) -> None:
     async with engines(tmp_path) as found:
-        for number, name in enumerate(("a", "b")):
+        for name in ("a", "b"):
             assert begin(found, name, name) is None
+        for number, name in enumerate(("a", "b")):
             await sampled(found, call(name, 21_000 - number, seed=number))
         with trio.move_on_after(0.3) as scope:
             await sampled(found, call("b", 21_100, seed=1))
@@ -176,18 +178,18 @@ def begun(found: Engines) -> int:
 
 async def test_a_restarted_node_begins_with_the_sizes_that_were_learned(tmp_path: Path) -> None:
     async with engines(tmp_path) as found:
-        assert begun(found) == 6, "an eighth of the cache each is the guess"
-        for number in range(6):
+        assert begun(found) == 4, "a sixth of the cache each is the guess"
+        for number in range(4):
             await sampled(found, call(f"new{number}", 64, seed=number))
             await sampled(found, call(f"new{number}", 1_500, seed=number))
             found.end_session(f"new{number}")
         learned = begun(found)
-        assert learned > 9, "they ended with 1,500, and four guesses still count"
+        assert learned > 4, "they ended with 1,500, and four guesses still count"
     async with engines(tmp_path) as found:
         assert begun(found) == learned
     (tmp_path / "engine-0.sizes.json").write_text("{")
     async with engines(tmp_path) as found:
-        assert begun(found) == 6, "a damaged file is as none"
+        assert begun(found) == 4, "a damaged file is as none"
 
 
 async def test_switched_off_every_session_begins(tmp_path: Path) -> None:
