@@ -15,6 +15,7 @@ import heapq
 import json
 import random
 import statistics
+import sys
 import tempfile
 import time
 from array import array
@@ -99,6 +100,8 @@ async def measured(engines: Engines, kv_tokens: int) -> tuple[KvConstants, float
     step = (await seconds(1, 32, few) - await seconds(1, 32, 1)) / (few - 1)
     more = (await seconds(eight, 32, few) - await seconds(eight, 32, 1)) / (few - 1)
     deep = (await seconds(1, most, few) - whole) / (few - 1)
+    if min(slope12, step) <= 0:
+        sys.exit(f"the machine is too busy: a step took {step * 1e3:.1f} ms; measure again when it is idle")
     constants = KvConstants(
         capacity=kv_tokens,
         page=1,

@@ -88,7 +88,9 @@ def update(connection: socket.socket, call: int, words: str) -> None:
 def start(connection: socket.socket, script: str, counter: Path) -> None:
     """`always_fail`, `port_once` (fails the first time on a taken port), `deaf` (never ready), or `serve`."""
     lives = int(counter.read_text()) + 1 if counter.exists() else 1
-    counter.write_text(str(lives))
+    written = counter.with_suffix(f".{os.getpid()}")
+    written.write_text(str(lives))
+    written.replace(counter)  # whole, whenever this program is killed
     if script == "always_fail":
         print("Traceback\nRuntimeError: No CUDA GPUs are available", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
