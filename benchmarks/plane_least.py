@@ -85,7 +85,7 @@ async def measure(agents: int, turns: int) -> None:
         played = await play(port, agents=agents, turns=turns, ramp_s=min(RAMP_S, wait_s))
     finally:
         process.terminate()
-        await process.wait()
+    await process.wait()
     later, first = (middle(added_ms(played, wait_s, later=later)) for later in (True, False))
     print(f"| least | {agents} | {wait_s} | {later} | – | {first} |")
 
