@@ -339,8 +339,8 @@ PROMPTS = (
         "tokens.tokenizer",
         (
             "client text is encoded with control tokens",
-            "self._plain.encode_batch_fast([text], add",
-            "self._chat.backend_tokenizer.encode_batch_fast([text], add",
+            "= tokenizer.encode_batch_fast([text], add",
+            "= self._chat.backend_tokenizer.encode_batch_fast([text], add",
             (P7,),
         ),
     ),

@@ -118,7 +118,7 @@ def read_network(text: str, setting: str = "egress_networks") -> Network:
         return ipaddress.ip_network(text)
     except ValueError as error:
         raise ConfigError(
-            f"setting {setting}: {text!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
+            f"{setting}: {text!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
         ) from error
 
 
