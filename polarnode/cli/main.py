@@ -15,7 +15,6 @@ from polarnode.cli.file_commands import FILE_COMMANDS
 from polarnode.cli.fleet import fleet
 from polarnode.cli.image import image
 from polarnode.cli.options import (
-    WRITTEN,
     as_exit,
     config_of,
     existing_file,
@@ -68,7 +67,7 @@ class CommandGroup(click.Group):
                 raise
             raise click.ClickException(NODE.format(missing=error.name)) from error
         except (PolarnodeError, KeyboardInterrupt, BaseExceptionGroup) as error:
-            expected = as_exit(error, ctx.meta.get(WRITTEN, {}))
+            expected = as_exit(error)
             if expected is None:
                 raise
             raise expected from error

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 WRITTEN = "polarnode.written"  # in a context's `meta`: how the command's settings were written
-EMPTY: Mapping[str, str] = {}
 DEFAULT_URL = "http://127.0.0.1:8080"
 SAMPLES = click.IntRange(min=1, max=4096)  # the limit of the task itself
 SOURCE_OPTIONS = ("kind", "harness", "samples", "over", "only", "limit", "split", "image_template")
@@ -356,18 +355,19 @@ def sentence(error: PolarnodeError) -> str:
 def names_written() -> Mapping[str, str]:
     """How the settings of the command that runs were written."""
     context = click.get_current_context(silent=True)
-    found: Mapping[str, str] = EMPTY if context is None else context.meta.get(WRITTEN, EMPTY)
+    found: Mapping[str, str] = {} if context is None else context.meta.get(WRITTEN, {})
     return found
 
 
-def as_exit(error: BaseException, names: Mapping[str, str] = EMPTY) -> click.ClickException | Exit | None:
-    """The exit for an error: code 130 when interrupted, else code 1 with each distinct sentence; None for a
-    bug. `names`: how the command's settings were written.
+def as_exit(error: BaseException) -> click.ClickException | Exit | None:
+    """The exit for an error: code 130 when interrupted, else code 1 with each distinct sentence, which names
+    settings as the command's user wrote them; None for a bug.
     """
     if is_bug(error):
         return None
     if interrupted(error):
         return Exit(EXIT_INTERRUPTED)
+    names = names_written()
     sentences = dict.fromkeys(
         as_written(sentence(leaf), names) if isinstance(leaf, ConfigError | EngineError) else sentence(leaf)
         for leaf in leaves(error)

@@ -13,7 +13,7 @@ from attrs import define, field
 
 START: Final = 0.75  # of the budget: what may be expected of all at first, for a session to begin
 # What that part may become; the last where places are lent, whose sessions are away and count in part. With
-# 0.9 the calls that are late are twice as many, for now and then the large ones come together.
+# 0.9 twice as many calls are late: the large sessions come together now and then.
 LEAST_MARGIN, MOST_MARGIN, MOST_LENT = 0.5, 0.85, 1.2
 FALL: Final = 0.9  # of the margin, what is left of it after one time of too many sessions
 SHRINK, GROW = 0.93, 1.01  # of the scale, at a look

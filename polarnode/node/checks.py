@@ -203,15 +203,12 @@ def adapters(config: NodeConfig) -> Iterator[Finding]:
     engine loads them.
     """
     for name, folder in config.adapters.items():
-        for file in (CONFIG, TENSORS):
-            if not (Path(folder) / file).is_file():
-                yield Finding(
-                    name="adapters",
-                    ok=False,
-                    what=f"adapters.{name}: there is no {Path(folder) / file}",
-                    remedy="name a folder that PEFT's save_pretrained wrote, with safetensors",
-                )
-                break
+        paths = (Path(folder) / file for file in (CONFIG, TENSORS))
+        missing = next((path for path in paths if not path.is_file()), None)
+        if missing is not None:
+            what = f"adapters.{name}: there is no {missing}"
+            remedy = "name a folder that PEFT's save_pretrained wrote, with safetensors"
+            yield Finding(name="adapters", ok=False, what=what, remedy=remedy)
 
 
 # ── containers ────────────────────────────────────────────────────────────────

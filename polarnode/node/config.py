@@ -13,7 +13,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from polarnode.containers.egress.rules import CALLBACK_NETWORKS
+from polarnode.containers.egress.rules import CALLBACK_NETWORKS, read_network
 from polarnode.containers.user_namespace import Limits
 from polarnode.core.codec.limits import address, is_loopback, label_faults, url_fault
 from polarnode.core.codec.tasks import HOST, IMAGE
@@ -454,9 +454,4 @@ def _check_egress(config: NodeConfig) -> None:
             )
     for name in ("egress_networks", "callback_networks"):
         for network in getattr(config, name):
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{name}: {network!r} is no network ({error}): write it as 10.1.0.0/16 or fd00::/8"
-                ) from error
+            read_network(network, name)

@@ -65,7 +65,7 @@ def read_config(
     except (Refused, ConfigError) as error:
         sentence = _with_path(error) if isinstance(error, Refused) else str(error)
         names = written(toml=toml, environment=environment, flags=flags)
-        raise ConfigError(_as_written(sentence, names)) from error
+        raise ConfigError(_beginning_as_written(sentence, names)) from error
     return config
 
 
@@ -107,7 +107,7 @@ _WITHIN = re.compile(r"(?<![\w./'\"-])(--[a-z][a-z0-9-]*|[a-z0-9]+(?:_[a-z0-9]+)
 _ENTRY = re.compile(r"(?<![\w./'\"-])(adapters|labels|engine_args)\.(?=[\w.-]*\w)")
 
 
-def _as_written(sentence: str, names: Mapping[str, str]) -> str:
+def _beginning_as_written(sentence: str, names: Mapping[str, str]) -> str:
     """The sentence with the setting that it begins with, and those that belong to it, by the names that the
     user wrote.
     """

@@ -5,7 +5,7 @@ trajectory of one says.
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,10 @@ def forking_node(folder: Path, **settings: int) -> Iterator[ServingNode]:
         yield node
 
 
-def parameters(names: Iterable[str], all_of: Iterable[str]) -> list[Any]:
-    """`names` as parameters of a test; those that POLARNODE_FORKS does not name are skipped. With `all`, those in
-    `all_of` are not.
-    """
+def parameters(names: Sequence[str]) -> list[Any]:
+    """`names` as parameters of a test; those that POLARNODE_FORKS does not name are skipped, but not with `all`."""
     skip = pytest.mark.skip(reason="not of CI's part: make fork-matrix runs it")
-    chosen = set(all_of) if WANTED == "all" else set(WANTED.split(","))
+    chosen = names if WANTED == "all" else WANTED.split(",")
     return [pytest.param(name, marks=() if name in chosen else skip) for name in names]
 
 

@@ -51,7 +51,7 @@ def check_continued(name: str, theirs: Sequence[Turn], found: Trajectory) -> Non
     assert trained(found) == found.sampled_tokens == sum(len(each.sampled) for each in own)
 
 
-@pytest.mark.parametrize("harness", parameters(RESUMING, RESUMING))
+@pytest.mark.parametrize("harness", parameters(RESUMING))
 def test_a_session_goes_on_where_its_node_was_killed(
     podman_works: None, tmp_path: Path, harness: str
 ) -> None:

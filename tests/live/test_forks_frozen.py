@@ -63,7 +63,7 @@ def difference(fork: Trajectory, parent: Trajectory) -> str | None:
     return None if counted(own[TURN + 1]) > counted(theirs[TURN]) else "processes"
 
 
-@pytest.mark.parametrize("harness", parameters(IN_CI, IN_CI))
+@pytest.mark.parametrize("harness", parameters(IN_CI))
 def test_copies_of_a_harness_go_on_each_its_own_way(freezing: ServingNode, harness: str) -> None:
     at = {"turns": [TURN], "freeze": True}
     [name] = freezing.submit(**task(harness, "counting-5", snapshot_at=at))

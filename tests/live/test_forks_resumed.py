@@ -29,7 +29,7 @@ def forking(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield node
 
 
-@pytest.mark.parametrize("harness", parameters(RESUMING, RESUMING))
+@pytest.mark.parametrize("harness", parameters(RESUMING))
 def test_forks_go_on_from_one_state_each_its_own_way(forking: ServingNode, harness: str) -> None:
     [name] = forking.submit(**task(harness, "long-5", snapshot_at=[0, TURN]))
     parent = forking.finished(name)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import trio
 from attrs import define, evolve, field
+from fakes_engine import until
 from keeper_kit import KEEPER, Keeper, programs
 from session_kit import life, task
 
@@ -194,8 +195,7 @@ async def test_a_copy_of_a_place_that_was_filled_is_removed(
             other.journal.write(copies.commit_entry("t", 0, lost.session_id, EPOCH, data))
             await other.journal.flushed()
             with trio.fail_after(30):
-                while list(other.folder.iterdir()):  # noqa: ASYNC110 (a folder has no event of it)
-                    await trio.sleep(snapshot_copies.SWEEP_S)
+                await until(lambda: not list(other.folder.iterdir()))
             nursery.cancel_scope.cancel()
 
 
