@@ -13,7 +13,6 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Literal
 
 import trio
@@ -22,6 +21,7 @@ from attrs import define, field, frozen
 from polarnode.containers.client import Hijacked, call, hijack
 from polarnode.containers.freezing import Freeze
 from polarnode.containers.inside import Inside
+from polarnode.containers.service import PodmanService
 from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
@@ -107,6 +107,7 @@ POLLS = Backoff(first_s=0.01, longest_s=1.0)
 UNNOTICED_S = 15.0
 UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it is restarted within a few
 
+SERVICE_DIED = "the podman service died while a program ran in a container: what it wrote is not whole"
 LOST = -1  # the exit code of an exec whose conmon is gone without having written one; programs have 0 to 255
 
 Sink = Callable[[Channel, bytes], None]
@@ -129,7 +130,7 @@ class Execs:
     exec starts.
     """
 
-    socket: Path
+    service: PodmanService
     container: str
     inside: Inside
     limiter: trio.CapacityLimiter
@@ -138,14 +139,20 @@ class Execs:
     async def run(self, order: ExecOrder, sink: Sink, *, alone: bool = False) -> int:
         """Run to the end and return the exit code (127: no such program, 137: killed). `sink` gets the output
         as it comes. On cancellation the program's process group gets TERM, then KILL; with `alone` everything
-        else in the container is ended too, as it is when the exit code is lost (RuntimeFault).
+        else in the container is ended too, as it is when the exit code is lost. Raises RuntimeFault for that,
+        and where the service died meanwhile, whatever the exit code: not all of the output came.
         """
         exec_id: str | None = None
         try:
             async with AsyncExitStack() as stack:
                 exec_id, stream = await self._start(order, stack)
+                restarts = self.service.restarts
                 await _pump(stream, order.stdin, sink)
-            return await self._wait_ended(exec_id)
+            exit_code = await self._wait_ended(exec_id)
+            if self.service.restarts != restarts:
+                # a torn stream ends as a whole one does: what was written, or fed, may miss its end
+                raise RuntimeFault(SERVICE_DIED)
+            return exit_code
         except BaseException:
             # usually a cancellation; in any case the program must not outlive this call
             with trio.move_on_after(UNREACHABLE_S, shield=True):
@@ -157,7 +164,7 @@ class Execs:
             with trio.move_on_after(START_S, shield=True):
                 exec_id = await self._create(order)
                 return exec_id, await stack.enter_async_context(
-                    hijack(self.socket, f"/exec/{exec_id}/start", {"Detach": False, "Tty": False})
+                    hijack(self.service.socket, f"/exec/{exec_id}/start", {"Detach": False, "Tty": False})
                 )
         raise RuntimeFault(f"a program did not start in a container within {START_S:.0f} s")
 
@@ -173,10 +180,12 @@ class Execs:
             "Tty": False,
             "Privileged": False,
         }
-        return str((await call(self.socket, "POST", f"/containers/{self.container}/exec", body)).json()["Id"])
+        return str(
+            (await call(self.service.socket, "POST", f"/containers/{self.container}/exec", body)).json()["Id"]
+        )
 
     async def _wait_ended(self, exec_id: str) -> int:
-        """The exit code. A service that died meanwhile never learns it, and neither does anyone where the
+        """The exit code. A service that died meanwhile may never learn it, and nobody does where the
         program's monitor was killed: RuntimeFault is raised, because the program is not to blame.
         """
         pauses, doubtful = POLLS.delays(), math.inf
@@ -189,9 +198,7 @@ class Execs:
             elif doubtful == math.inf:
                 doubtful = trio.current_time() + UNNOTICED_S
             elif trio.current_time() > doubtful:
-                raise RuntimeFault(
-                    "the podman service died while a program ran in a container: its exit code is lost"
-                )
+                raise RuntimeFault(SERVICE_DIED)
             await trio.sleep(next(pauses))
 
     async def _inspect(self, exec_id: str) -> Mapping[str, int]:
@@ -199,7 +206,7 @@ class Execs:
         until = trio.current_time() + UNREACHABLE_S
         while True:
             try:
-                reply = await call(self.socket, "GET", f"/exec/{exec_id}/json")
+                reply = await call(self.service.socket, "GET", f"/exec/{exec_id}/json")
             except RuntimeFault:
                 if trio.current_time() > until:
                     raise

@@ -447,7 +447,7 @@ async def _pooled(
         )
     starter = Starter(
         client=client,
-        api=service.socket,
+        service=service,
         findings=findings,
         seccomp=store.seccomp_profile,
         node_id=settings.node_id,

@@ -42,6 +42,7 @@ from polarnode.containers.frozen import Frost, check_machine, restore_into, seal
 from polarnode.containers.inside import Inside, limit_user_namespace, look_inside, open_model_endpoint
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.runtime import REMOVE_S, PodmanRuntime
+from polarnode.containers.service import PodmanService
 from polarnode.containers.user_namespace import IDS
 from polarnode.core.errors import RuntimeFault, boundary
 from polarnode.core.snapshots import FrozenImage
@@ -65,7 +66,7 @@ class Starter:
     """
 
     client: ContainerClient
-    api: Path
+    service: PodmanService
     findings: PodmanFindings
     seccomp: Path
     node_id: str
@@ -183,7 +184,7 @@ class Starter:
             container=name, client=self.client, frozen=self.frozen, possible=self.findings.freezes
         )
         execs = Execs(
-            socket=self.api, container=name, inside=inside, limiter=self.client.limiter, freeze=freeze
+            service=self.service, container=name, inside=inside, limiter=self.client.limiter, freeze=freeze
         )
         frost = None
         if self.criu is not None and layer is not None:
