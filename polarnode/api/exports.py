@@ -277,13 +277,13 @@ LAST = b"}" + END  # ends an event whose body is written separately
 KEEP_ALIVE_S = 8.0  # the API promises a byte every 10 s; two for the network
 
 
-def event_stream(journal: "Journal", query: Query, start: int) -> AsyncIterator[bytes]:
-    """Events after `start` as they are published. With follow=false the stream ends when there are no more;
-    if a task is named, after that task's end.
+def event_stream(journal: "Journal", query: Query, start: int, *, resumes: bool) -> AsyncIterator[bytes]:
+    """Events after `start` as they are published; `resumes`: that is the consumer's position. With
+    follow=false the stream ends when there are no more; if a task is named, after that task's end.
 
     A stream holds at most one page of events: it reads the next when the client has consumed the page.
     """
-    events = _events(journal, query, start)
+    events = _events(journal, query, start, resumes=resumes)
     return (
         events
         if query.consumer is None
@@ -314,7 +314,9 @@ class _Attended(AsyncIterator[bytes]):
         await self.events.aclose()
 
 
-async def _events(journal: "Journal", query: Query, start: int) -> AsyncGenerator[bytes, None]:
+async def _events(
+    journal: "Journal", query: Query, start: int, *, resumes: bool
+) -> AsyncGenerator[bytes, None]:
     yield GREETING
     if query.begin == "newest":  # a reader that reconnects before the first event begins here again
         yield b"id: %d\n\n" % start
@@ -326,6 +328,11 @@ async def _events(journal: "Journal", query: Query, start: int) -> AsyncGenerato
             yield b"event: error\ndata: " + dump_json(error_json(page.boundary, str(page))) + END
             return
         if not page.follows(seen):
+            # a killed reader's last acknowledgements may come after its next life's stream began
+            position = await journal.position(query.consumer) if query.consumer and resumes else 0
+            if position > seen:
+                seen = position
+                continue
             yield _gap(page.first_seq, seen, journal.id)
             seen = page.first_seq - 1
             continue

@@ -182,6 +182,23 @@ async def test_a_gap_is_settled_by_acknowledging_it(started: Started) -> None:
         assert {one.missed for one in plane.journal.consumers()} == {0}
 
 
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_what_a_killed_reader_acknowledged_late_is_no_gap(started: Started, *, resumes: bool) -> None:
+    """Its next life's stream began before, and all others have read the events: they are pruned at once."""
+    async with started(retention=Retention(acknowledged=0, everything=1 << 40)) as (plane, _):
+        await plane.journal.acknowledge("one", 0)
+        await publish(plane.journal, "a", "b", "c")
+        query = Query(consumer="one", follow=False)
+        stream = exports.event_stream(plane.journal, query, 0, resumes=resumes)
+        assert await anext(stream) == exports.GREETING
+        await plane.journal.acknowledge("one", 2)
+        await until(lambda: plane.journal.first_seq == 3)
+        pieces = [piece async for piece in stream]
+        assert b"\nid: 3\n" in pieces[-1]
+        told = [b"event: gap" in piece for piece in pieces]
+        assert told == ([False] if resumes else [True, False]), "who asks for them by number is told"
+
+
 async def test_a_gap_where_nothing_is_left_leads_to_what_comes(started: Started) -> None:
     async with started(retention=Retention(acknowledged=0, everything=0)) as (plane, client):
         await publish(plane.journal, "a")

@@ -85,9 +85,7 @@ def _publish(plane: Plane, chance: random.Random) -> list[str]:
 def reader(folder: str, url: str, consumer: str) -> None:
     """Reads for ever. What comes is a line of `CONSUMER.came`, what was new of `CONSUMER.learned`; groups with
     their members are in `CONSUMER.groups`."""
-    text = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
-    told: dict[str, Any] = {}
-    exec(text, told)
+    told = page_reader()
     came, read_json = Path(folder, f"{consumer}.came"), json.loads
     stream = 0
 
@@ -113,6 +111,14 @@ def reader(folder: str, url: str, consumer: str) -> None:
             )
         except (OSError, http.client.HTTPException):
             time.sleep(0.02)
+
+
+def page_reader() -> dict[str, Any]:
+    """The names of the page's program, `read` above all."""
+    text = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
+    told: dict[str, Any] = {}
+    exec(text, told)
+    return told
 
 
 def note(path: Path, *lines: str) -> None:
