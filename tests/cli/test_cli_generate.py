@@ -207,9 +207,11 @@ def listed(folder: Path) -> list[dict[str, Any]]:
 
 
 def ended(folder: Path) -> set[str]:
-    """The sessions that the journal of a node that may be running says are over."""
+    """The sessions that the journal of a node that may be running says are over; none while it is made."""
     with sqlite3.connect(f"file:{folder / 'out' / 'state' / 'journal.sqlite'}?mode=ro", uri=True) as db:
-        found = {each for (each,) in db.execute("SELECT session_id FROM sessions WHERE outcome IS NOT NULL")}
+        made = db.execute("SELECT name FROM sqlite_master WHERE name = 'sessions'").fetchone()
+        over = db.execute("SELECT session_id FROM sessions WHERE outcome IS NOT NULL") if made else ()
+        found = {each for (each,) in over}
     db.close()
     return found
 
