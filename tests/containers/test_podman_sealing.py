@@ -254,7 +254,7 @@ async def test_a_sealed_container_is_copied_and_removed_like_any_other(runtimes:
     async with runtimes.open(SMALL, session_id="commit", lifetime_s=LIFETIME_S) as runtime:
         await runtime.seal(SMALL)
         await runtime.run(["sh", "-c", "mkdir deep; echo kept > deep/er; echo home > ~/x"])
-        api = runtimes._pool.starter.api
+        api = runtimes._pool.starter.service.socket
         (
             await call(
                 api,
