@@ -23,7 +23,10 @@ ENDS: Final = 64  # independent sessions whose sizes count: a step of a trainer
 # sessions whose sizes are remembered: those of groups of 8 that are alike are worth a sixth of that
 MOST_ENDS: Final = 256
 GUESSES: Final = 4  # guesses beside the first ends, which are those of short sessions
-CHANCE: Final = 2.0  # standard deviations by which groups must differ beyond what chance does
+# standard deviations by which groups must differ, and a trend from none, beyond what chance does
+CHANCE: Final = 2.0
+# natural logarithm of how often a size is multiplied for its age: a line through a sudden change is steeper
+MOST_GROWTH: Final = 1.0
 MOST_ALIKE: Final = 0.9  # what members of a group tell is never all
 # weight of a look at sub-agents in their mean: that of 25 minutes, for only few sessions have some at once
 LEARNED: Final = 0.02
@@ -39,12 +42,14 @@ class SessionSizes:
     for at least as large as it is. Without it the first to end, the short ones, would speak for all.
 
     `passing`: tokens of sub-agents that one has on average at any time. `alike`: the part of the variance of
-    sizes that is between groups, which is the correlation of two members.
+    sizes that is between groups, which is the correlation of two members. `trend`: by how much sizes grow
+    from one end to the next, as a natural logarithm: what is trained grows longer or shorter by the hour.
     """
 
     guess: int
     passing: float = field(default=0.0, init=False)
     alike: float = field(default=0.0, init=False)
+    trend: float = field(default=0.0, init=False)
     _looks: int = field(default=0, init=False)
     _counted: int = field(default=ENDS, init=False)  # of the last ends
     _ends: "deque[tuple[int, str]]" = field(factory=lambda: deque(maxlen=MOST_ENDS), init=False)
@@ -53,6 +58,7 @@ class SessionSizes:
         """A session of `group` ended that had so many; "" where its group is not known."""
         self._ends.append((tokens, group))
         self._compare()
+        self._follow()
 
     def passes(self, tokens: float, *, looks: int = 1) -> None:
         """In so many looks at all sessions, their sub-agents have so many tokens on average."""
@@ -141,10 +147,38 @@ class SessionSizes:
             self.alike = min(MOST_ALIKE, more / (more + size))
             self._counted = min(MOST_ENDS, round(ENDS * (1.0 + (size - 1.0) * self.alike)))
 
+    def _follow(self) -> None:
+        """The trend: the least squares' slope of the logarithms of sizes, by their place among the ends that
+        count, less what chance does. While fewer have ended, the long ones are yet to end, which is no trend.
+        """
+        self.trend = 0.0
+        if len(self._ends) < self._counted:
+            return
+        logs = numpy.log(numpy.array([tokens for tokens, _ in self._last()], dtype=float64))
+        place = numpy.arange(len(logs)) - (len(logs) - 1) / 2
+        spread = float(place @ place)
+        slope = float(place @ logs) / spread
+        residual = logs - logs.mean() - slope * place
+        # members that are alike tell less: the design effect again
+        error = float(residual @ residual) / (len(logs) - 2) / spread * (self._counted / ENDS)
+        if slope:
+            self.trend = slope * max(0.0, 1.0 - CHANCE**2 * error / slope**2)
+
+    def _last(self) -> list[tuple[int, str]]:
+        return list(self._ends)[-self._counted :]
+
     def _known(self) -> list[tuple[int, str]]:
-        """Sizes and groups that count, and guesses: the fewer, the more sessions have ended."""
+        """Sizes and groups that count, each as the trend would have it today, and guesses: the fewer, the
+        more sessions have ended.
+        """
         missing = max(0, self._counted - len(self._ends))
-        last = list(self._ends)[-self._counted :]
+        last = self._last()
+        if self.trend:
+            growth = numpy.clip(self.trend * numpy.arange(len(last))[::-1], -MOST_GROWTH, MOST_GROWTH)
+            last = [
+                (round(tokens * each), group)
+                for (tokens, group), each in zip(last, numpy.exp(growth), strict=True)
+            ]
         return [*last, *[(self.guess, "")] * -(-GUESSES * missing // self._counted)]
 
 

@@ -1,12 +1,14 @@
 """What sessions become: the estimates with sizes that are given, alone and in groups."""
 
+import math
+import statistics
 from collections.abc import Sequence
 
 import numpy
 import pytest
 
 from polarnode.engine.residency import Residency
-from polarnode.engine.session_sizes import ENDS, GUESSES, SessionSizes
+from polarnode.engine.session_sizes import ENDS, GUESSES, MOST_GROWTH, SessionSizes
 
 
 def mean(sizes: SessionSizes, running: Sequence[tuple[int, float]], *growth: float) -> list[float]:
@@ -108,3 +110,47 @@ def test_a_group_s_first_members_tell_what_its_next_is_expected_to_become() -> N
     after = found._expected("pi", "new", 2.0)
     assert after > before, "two have outgrown the short ones, so the third is long"
     assert found._expected("pi", "other", 2.0) < after, "of another group nothing is known"
+
+
+SPREAD = [20_000, 30_000, 45_000, 30_000, 15_000, 40_000, 25_000, 35_000]
+
+
+def drifting(slope: float, count: int) -> SessionSizes:
+    """Ended sessions of one spread, of which each is so much larger than the one before it, as a logarithm."""
+    sizes = SessionSizes(guess=20_000)
+    for number in range(count):
+        sizes.add(round(SPREAD[number % len(SPREAD)] * math.exp(slope * number)))
+    return sizes
+
+
+@pytest.mark.parametrize("slope", [0.015, -0.015])
+def test_sizes_that_grow_or_shrink_count_as_they_would_be_today(slope: float) -> None:
+    sizes, today = drifting(slope, ENDS), math.exp(slope * (ENDS - 1))
+    assert sizes.trend == pytest.approx(slope, rel=0.2)
+    (found,) = mean(sizes, [(0, 1.0)], 1.0)
+    assert found == pytest.approx(1.0), "all reach one token"
+    assert sizes.largest == pytest.approx(max(SPREAD) * today, rel=0.15), "less what chance may do"
+    half = statistics.median(SPREAD) * today
+    (found,) = mean(sizes, [(0, 1.0)], half)
+    assert found == pytest.approx(half / 2, rel=0.3), "half of them reach today's median"
+    assert sizes.ends[0] == SPREAD[0], "what is remembered is what was seen"
+
+
+@pytest.mark.parametrize(("slope", "count"), [(0.0, ENDS), (0.0, 200), (0.003, ENDS), (0.015, ENDS - 1)])
+def test_no_trend_is_seen_in_chance_nor_in_the_first_ends(slope: float, count: int) -> None:
+    assert drifting(slope, count).trend == 0.0
+
+
+def test_long_groups_in_a_row_are_no_trend() -> None:
+    sizes = of_groups(*[SHORT, LONG] * 16, *[LONG] * 4)
+    assert sizes.alike > 0.8
+    assert sizes.trend == 0.0
+
+
+def test_a_sudden_change_has_a_bound() -> None:
+    sizes = SessionSizes(guess=20_000)
+    for tokens in (1_000, 50_000):
+        for _ in range(ENDS // 2):
+            sizes.add(tokens)
+    assert sizes.trend > 0.05
+    assert sizes.largest <= math.exp(MOST_GROWTH) * 50_000
