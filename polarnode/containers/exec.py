@@ -152,6 +152,10 @@ class Execs:
             if self.service.restarts != restarts:
                 # a torn stream ends as a whole one does: what was written, or fed, may miss its end
                 raise RuntimeFault(SERVICE_DIED)
+            if exit_code == LOST:
+                raise RuntimeFault(
+                    "the monitor of a program in a container (conmon) was killed: its exit code is lost"
+                )
             return exit_code
         except BaseException:
             # usually a cancellation; in any case the program must not outlive this call
@@ -185,14 +189,14 @@ class Execs:
         )
 
     async def _wait_ended(self, exec_id: str) -> int:
-        """The exit code. A service that died meanwhile may never learn it, and nobody does where the
-        program's monitor was killed: RuntimeFault is raised, because the program is not to blame.
+        """The exit code; LOST where the program's monitor was killed. Raises RuntimeFault where the service
+        died meanwhile and did not learn it.
         """
         pauses, doubtful = POLLS.delays(), math.inf
         while True:
             state = await self._inspect(exec_id)
             if not state["Running"] or not self.inside.alive():
-                return _exit_code(state)
+                return state["ExitCode"]
             if not state["Pid"] or self.inside.holds(state["Pid"]):
                 doubtful = math.inf
             elif doubtful == math.inf:
@@ -230,15 +234,6 @@ class Execs:
                 await self.inside.kill_all()
         except RuntimeFault:
             return  # the container is gone, or is about to be
-
-
-def _exit_code(state: Mapping[str, int]) -> int:
-    """The exit code in an inspect. Raises RuntimeFault where Podman has none."""
-    if state["ExitCode"] == LOST:
-        raise RuntimeFault(
-            "the monitor of a program in a container (conmon) was killed: its exit code is lost"
-        )
-    return int(state["ExitCode"])
 
 
 async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:
