@@ -101,9 +101,9 @@ async def test_a_killed_node_leaves_nothing_once_the_next_one_is_up(podman: None
             while running(service):  # noqa: ASYNC110 (another process)
                 await trio.sleep(0.05)
     assert sleepers() == 1, "a killed node cannot end its containers: this is what the sweeper is for"
+    # not counted: other nodes of this store, those of tests that run beside this one, sweep too
     async with open_runtimes(settings("successor")) as successor:
         assert await of_node(successor, "victim") == []
-        assert successor.statistics().swept == 2
     assert sleepers() == 0
 
 
