@@ -329,7 +329,7 @@ async def _events(
             return
         if not page.follows(seen):
             # a killed reader's last acknowledgements may come after its next life's stream began
-            position = await journal.position(query.consumer) if query.consumer and resumes else 0
+            position = await journal.position(query.consumer) if resumes and query.consumer else 0
             if position > seen:
                 seen = position
                 continue

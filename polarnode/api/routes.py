@@ -130,13 +130,13 @@ class Routes:
         # before `after`: a browser repeats the first URL and adds the header
         start = last_event_id(request.headers.get("Last-Event-ID"))
         start = query.after if start is None else start
-        resumes = start is None
-        default = self.service.journal.last_seq if query.begin == "newest" else 0
+        journal = self.service.journal
+        place = journal.last_seq if query.begin == "newest" else 0
         if query.consumer is not None:
-            position = await self._position(query.consumer, default)
-            start = position if start is None else start
-        start = default if start is None else start
-        return event_response(event_stream(self.service.journal, query, start, resumes=resumes))
+            place = await self._position(query.consumer, place)
+        resumes = start is None and query.consumer is not None
+        start = place if start is None else start
+        return event_response(event_stream(journal, query, start, resumes=resumes))
 
     async def _position(self, consumer: str, default: int) -> int:
         """A consumer's position. A new consumer is created after event `default`, so that no event it has not

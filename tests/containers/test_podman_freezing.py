@@ -173,7 +173,6 @@ async def test_what_a_killed_node_froze_is_removed_by_the_next_one(podman: None)
     with other_node(NODE) as (_, line):
         assert line == "frozen\n"
     assert len(sleeping()) == 1, "a frozen program outlives its node"
-    # not counted: other nodes of this store, those of tests that run beside this one, sweep too
     async with open_runtimes(settings("frozen-successor", warm=0)):
         with trio.fail_after(30):
             while sleeping():  # noqa: ASYNC110 (another process)

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 import trio
-from podman_parts import LIFETIME_S, SMALL, other_node, settings
+from podman_parts import LIFETIME_S, SMALL, of_node, other_node, settings
 
-from polarnode.containers.client import ListedContainer
 from polarnode.containers.container import (
-    LABEL_NODE,
     LABEL_OWNER,
     LABEL_SESSION,
     Owner,
@@ -59,10 +57,6 @@ def node() -> Iterator[tuple[subprocess.Popen[str], int]]:
         yield process, int(service)
 
 
-async def of_node(runtimes: Runtimes, node_id: str) -> list[ListedContainer]:
-    return list(await runtimes._pool.starter.client.list_labelled(f"{LABEL_NODE}={node_id}"))
-
-
 def running(pid: int) -> bool:
     """Whether a process runs; a zombie that nobody has reaped yet does not."""
     try:
@@ -101,7 +95,6 @@ async def test_a_killed_node_leaves_nothing_once_the_next_one_is_up(podman: None
             while running(service):  # noqa: ASYNC110 (another process)
                 await trio.sleep(0.05)
     assert sleepers() == 1, "a killed node cannot end its containers: this is what the sweeper is for"
-    # not counted: other nodes of this store, those of tests that run beside this one, sweep too
     async with open_runtimes(settings("successor")) as successor:
         assert await of_node(successor, "victim") == []
     assert sleepers() == 0

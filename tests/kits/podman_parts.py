@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from polarnode.containers.client import ListedContainer
+from polarnode.containers.container import LABEL_NODE
 from polarnode.containers.images import ensure_images
 from polarnode.containers.probe import default_state_dir, probe, store_at
 from polarnode.containers.recipes import RuntimesSettings, Tools
@@ -35,11 +37,19 @@ LIFETIME_S = 900.0
 
 
 def settings(node_id: str = "test", warm: int = 2) -> RuntimesSettings:
+    """A node of the machine's own store. Nodes of tests that run beside this one share it and sweep it too, so
+    what a killed node left is gone once another is up, but who removed it, nobody can count on.
+    """
     return RuntimesSettings(state_dir=default_state_dir(), node_id=node_id, warm=warm, limits=LIMITS)
 
 
 def tools(log: Path) -> Tools:
     return Tools(podman=Path(shutil.which("podman") or ""), store=store_at(default_state_dir()), log=log)
+
+
+async def of_node(runtimes: Runtimes, node_id: str) -> list[ListedContainer]:
+    """The containers that a node has in the store."""
+    return list(await runtimes._pool.starter.client.list_labelled(f"{LABEL_NODE}={node_id}"))
 
 
 @contextmanager
