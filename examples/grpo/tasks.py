@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from examples.tiny_policy.tasks import Task, make
+from polarnode.integrations.rollout_tasks import UNCUT
 
 MAX_TURNS = 8  # a task takes two to four; a policy that goes round in circles is a failure, and costs time
 MAX_TOKENS = 256  # of a turn: they have 20 to 50
@@ -50,6 +51,6 @@ def spec(
         "evaluator": {"name": "command", "config": {"script": task.check}},
         "builder": {"name": builder},
         "budgets": {"run_s": RUN_S, "max_turns": MAX_TURNS},
-        "sampling": {"temperature": 1.0, "max_tokens": MAX_TOKENS},
+        "sampling": {**UNCUT, "temperature": 1.0, "max_tokens": MAX_TOKENS},
         "metadata": {"kind": task.kind},
     }

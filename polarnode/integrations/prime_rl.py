@@ -60,7 +60,10 @@ FINISHES: Final = frozenset({"stop", "length", "tool_calls"})  # verifiers knows
 # knows: it has none for turns that repeat
 TRUNCATED: Final = {"turns": "max_turns", "repeats": "max_turns", "tokens": "max_total_tokens"}
 # of a sampling configuration in verifiers, what a node takes; its extras are vLLM's
-SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty")
+SAMPLING: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 
 PEFT: Final = "base_model.model."  # what PEFT's names of tensors begin with
 
@@ -157,8 +160,8 @@ def sampling_of(config: Any) -> dict[str, Json]:
     given = config.model_dump(exclude_none=True)
     given = (given.get("extra_body") or {}) | given
     found = {name: given[name] for name in SAMPLING if given.get(name) is not None}
-    if found.get("top_k", 1) < 1:
-        del found["top_k"]  # vLLM's -1: all tokens
+    if found.get("top_k") == 0:  # vLLM's other word for all
+        found["top_k"] = -1
     return found
 
 

@@ -29,6 +29,8 @@ from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups import Group, lost_to_the_machine
+from polarnode.integrations.trainer_sampling import UNCUT as UNCUT  # also found here by loops of one's own
+from polarnode.integrations.trainer_sampling import trained_sampling
 from polarnode.sources.reading import read_json as read_json_file
 from polarnode.sources.reading import task_value
 from polarnode.sources.values import merged_over
@@ -46,16 +48,6 @@ ENVIRONMENT: Final = {
 TASK_KEY: Final = "polarnode"
 EXTRA_COLUMNS: Final = ("extra_info", "metadata", "env_extras", "extra_env_info", "info")
 PROMPT_COLUMNS: Final = ("instruction", "prompt", "raw_prompt", "messages", "question", "problem")
-# Sampling with temperature alone, whatever a harness requests: recorded logprobs are those before a cut, and
-# a trainer computes its own so.
-UNCUT: Final[Mapping[str, Json]] = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
 # seconds for the request that ends a task whose caller was cancelled: a trainer that stops should not hang
 CANCEL_S: Final = 10.0
 # requests of one NodeRollouts at once: a node has places for some hundred connections, and a trainer has
@@ -159,15 +151,14 @@ def task_of(
 
     A mapping or JSON text under `polarnode`, in the row or in one of EXTRA_COLUMNS, is merged over the
     template. Without an instruction in either, it is the row's prompt (PROMPT_COLUMNS): a text, or the last
-    user message of a chat. `sampling` is the trainer's and overrides both. Without a `task_id` the task is
-    new each time. Raises Refused naming the column or the field.
+    user message of a chat. `sampling` is the trainer's and overrides both, and whatever a harness requests
+    (`trained_sampling`). Without a `task_id` the task is new each time. Raises Refused naming the column or
+    the field.
     """
     value = merged_over(settings.template, own_task(row))
     if not value.get("instruction"):
         value["instruction"] = _prompt(row)
-    given: dict[str, Json] = {name: each for name, each in (sampling or {}).items() if each is not None}
-    if given:
-        value = merged_over(value, {"sampling": given})
+    value["sampling"] = trained_sampling(value.get("sampling"), sampling or {})
     value["num_samples"] = samples
     value["task_id"] = task_id or new_task_id(settings)
     if group_id is not None:

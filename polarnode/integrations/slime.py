@@ -31,7 +31,6 @@ from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.groups import Group
 from polarnode.integrations.rollout_tasks import (
-    UNCUT,
     NodeRollouts,
     PluginSettings,
     SessionLost,
@@ -259,7 +258,7 @@ def _task(settings: PluginSettings, args: Any, sample: Any, count: int, **sampli
         settings,
         {"prompt": sample.prompt, "metadata": sample.metadata or {}},
         samples=count,
-        sampling={**UNCUT, **{name: value for name, value in given.items() if value is not None}},
+        sampling=given,
     )
 
 

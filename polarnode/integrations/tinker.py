@@ -27,7 +27,6 @@ from polarnode.core.errors import Refused
 from polarnode.groups import Estimator, Group
 from polarnode.groups import rows_of as training_rows
 from polarnode.integrations.rollout_tasks import (
-    UNCUT,
     PluginSettings,
     plugin_settings,
     rollout_groups,
@@ -117,7 +116,7 @@ def train(
         logger.warning("Tinker's logprobs are at temperature 1, and sessions are sampled at %s", temperature)
     where = settings or plugin_settings()
     rows = (dataset[number % len(dataset)] for number in count())
-    sampling: dict[str, Json] = {**UNCUT, "temperature": temperature}
+    sampling: dict[str, Json] = {"temperature": temperature}
     weights(client, 0)
     for number in range(1, steps + 1):
         specs = [task_of(where, row, samples=samples, sampling=sampling) for row in islice(rows, prompts)]

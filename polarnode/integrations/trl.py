@@ -34,7 +34,6 @@ from polarnode.groups import rows_of as training_rows
 from polarnode.integrations.rollout_tasks import (
     EXTRA_COLUMNS,
     TASK_KEY,
-    UNCUT,
     NodeRollouts,
     PluginSettings,
     own_task,
@@ -296,7 +295,6 @@ def _sampling(args: Any) -> dict[str, Json]:
     before any cut.
     """
     return {
-        **UNCUT,
         "temperature": args.temperature,
         "top_p": args.top_p,
         "top_k": args.top_k or -1,  # TRL's 0 is all
@@ -406,7 +404,7 @@ class NodeWorker:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._dataset, self._samples, self._groups = dataset, samples, groups
-        self._sampling: dict[str, Json] = {**UNCUT, "temperature": temperature}
+        self._sampling: dict[str, Json] = {"temperature": temperature}
         self._estimator: Estimator = estimator
         self._portal: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
         self._work: Future[None] | None = None

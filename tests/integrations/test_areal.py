@@ -19,7 +19,7 @@ def found() -> Any:
 
 
 def test_a_row_is_one_task_with_the_trainers_sampling(found: Any) -> None:
-    assert set(map(tuple, found["tasks"])) == {(4, 0.5)}
+    assert set(map(tuple, found["tasks"])) == {(4, 0.5, 0.0)}
 
 
 def test_wrong_settings_are_named(found: Any) -> None:

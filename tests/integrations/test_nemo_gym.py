@@ -146,8 +146,9 @@ def test_a_row_fills_the_places_of_a_template() -> None:
 
 def test_what_the_row_asks_of_the_model_wins_over_the_template() -> None:
     params = {"input": "x", "temperature": 0.5, "max_output_tokens": 9}
-    spec = filled({"sampling": {"temperature": 1.0, "top_k": 5}}, {"responses_create_params": params})
-    assert (spec.sampling.temperature, spec.sampling.top_k, spec.sampling.max_tokens) == (0.5, 5, 9)
+    spec = filled({"sampling": {"temperature": 1.0, "max_tokens": 5}}, {"responses_create_params": params})
+    assert (spec.sampling.temperature, spec.sampling.top_k, spec.sampling.max_tokens) == (0.5, -1, 9)
+    assert spec.sampling.frequency_penalty == 0.0
     assert spec.instruction == "x"
 
 
@@ -159,6 +160,7 @@ def test_what_the_row_asks_of_the_model_wins_over_the_template() -> None:
         ({"num_samples": 2}, "$.num_samples"),
         ({"task_id": "t"}, "$.task_id"),
         ({"budgets": {"run_s": 0}}, "$.budgets.run_s"),
+        ({"sampling": {"top_k": 5}}, "$.sampling.top_k"),
     ],
 )
 def test_a_template_that_can_not_be_is_refused_before_anything_is_served(

@@ -21,7 +21,7 @@ from polarnode.api.app import control_plane
 from polarnode.api.metrics import Figures
 from polarnode.api.routes import Routes
 from polarnode.api.timeseries import History
-from polarnode.core.conversation import Message
+from polarnode.core.conversation import Message, Sampling
 from polarnode.core.errors import Busy, DiskFull
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, OpenedCapture
 from polarnode.core.task import CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
@@ -30,6 +30,7 @@ from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
+from polarnode.integrations.trainer_sampling import UNCUT
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.support.concurrency import SemaphoreStatistics
 
@@ -229,6 +230,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
 
 async def test_a_request_is_taken_as_a_task_and_polled_to_its_end(parts: Parts) -> None:
     assert await parts.client.submit(REQUEST) == "calc-7"
+    assert (await parts.task("calc-7")).sampling == Sampling(**UNCUT)  # what its bridge computes logprobs for
     running = await parts.client.status("calc-7")
     assert (running.status, running.total_sessions, running.completed_sessions, running.results) == (
         "running",

@@ -86,7 +86,7 @@ def test_a_session_without_a_verdict_is_an_error_and_never_a_reward_of_0(
 
 
 def test_a_task_has_the_trainers_sampling(found: Any) -> None:
-    assert found["tasks"][0] == ["one", 1, 0.5, 64]
+    assert found["tasks"][0] == ["one", 1, 0.5, 64, 0.0]
 
 
 def test_a_broadcast_is_served_as_a_version(found: Any) -> None:

@@ -11,11 +11,13 @@ import anyio.lowlevel
 import numpy as np
 import pytest
 import trainers_kit
+from attrs import evolve
 from client_kit import Node, open_client, open_node
 from journal_samples import make_spec
 from trainers_kit import group_of, no_row, one_row, two_rows
 
 from polarnode.client import ClientError, Event, Unreachable
+from polarnode.core.conversation import Sampling
 from polarnode.core.errors import Refused
 from polarnode.core.task import CarrySpec
 from polarnode.groups import Group
@@ -111,9 +113,42 @@ def test_a_prompt_is_the_instruction(row: dict[str, Any]) -> None:
 
 
 def test_the_trainers_sampling_comes_last() -> None:
-    settings = PluginSettings(template=HARNESS | {"sampling": {"temperature": 0.2, "top_p": 0.9}})
-    spec = task_of(settings, {"prompt": "x"}, sampling={"temperature": 1.0, "top_k": None})
-    assert (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k) == (1.0, 0.9, None)
+    settings = PluginSettings(template=HARNESS | {"sampling": {"temperature": 0.2, "max_tokens": 9}})
+    sampling = task_of(settings, {"prompt": "x"}, sampling={"temperature": 1.0, "top_k": None}).sampling
+    assert (sampling.temperature, sampling.max_tokens, sampling.top_k) == (1.0, 9, -1)
+
+
+def test_a_harness_moves_no_logprob() -> None:
+    """With what the trainer's and the task's sampling leave out, also where a trainer names none."""
+    asked = Sampling(
+        temperature=0.0, top_p=0.5, top_k=2, min_p=0.1, stop=("x",),
+        frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5,
+    )  # fmt: skip
+    uncut = Sampling(
+        temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, stop=("x",),
+        frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0,
+    )  # fmt: skip
+    spec = task_of(PluginSettings(template=HARNESS), {"prompt": "x"})
+    assert spec.sampling.over(asked) == uncut
+    warm = task_of(PluginSettings(template=HARNESS | {"sampling": {"temperature": 0.7}}), {"prompt": "x"})
+    assert warm.sampling.over(asked) == evolve(uncut, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("frequency_penalty", 1.0), ("repetition_penalty", 1.1)],
+)
+@pytest.mark.parametrize("place", ["template", "row"])
+def test_a_tasks_own_cut_is_refused(name: str, value: float, place: str) -> None:
+    own = {"sampling": {name: value}}
+    settings = PluginSettings(template=HARNESS | (own if place == "template" else {}))
+    row = {"prompt": "x", "polarnode": own if place == "row" else {}}
+    with pytest.raises(Refused, match=f"sampling.{name} of the task is {value}, and this trainer") as refused:
+        task_of(settings, row, sampling={"temperature": 1.0})
+    assert refused.value.path == f"$.sampling.{name}"
+    assert task_of(settings, row, sampling={name: value}).sampling == evolve(
+        task_of(PluginSettings(template=HARNESS), {"prompt": "x"}).sampling, **{name: value}
+    )
 
 
 @pytest.mark.parametrize(

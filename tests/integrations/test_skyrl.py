@@ -14,7 +14,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_prompts_trajectories_are_a_task(made: dict[str, Any]) -> None:
-    assert made["step_wise"]["task"] == ["10", 3, 3, 0.7, 64]
+    assert made["step_wise"]["task"] == ["10", 3, 3, 0.7, 64, 0.0]
 
 
 def test_lost_sessions_are_left_out_of_a_step_wise_batch(made: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ def made() -> dict[str, Any]:
 
 
 def test_a_sample_is_a_session_of_the_prompts_group(made: dict[str, Any]) -> None:
-    assert made["task"] == ["u1", "fix it", 3, 0.7, -1]
+    assert made["task"] == ["u1", "fix it", 3, 0.7, -1, 0.0]
     assert list(made["fields"]) == ["u1_0_0", "u1_1_0", "u1_1_1", "u1_2_0", "u1_2_1"]
 
 

@@ -273,7 +273,10 @@ def main() -> None:
         "eval": found["eval"]["rewards"].tolist(),
         "grouped": len(found["grouped"]["input_ids"]),
         "rewards": [{key: list(value) for key, value in each.items()} for each in scopes],
-        "tasks": [(each.num_samples, each.sampling.temperature) for each in StandIn.tasks],
+        "tasks": [
+            (each.num_samples, each.sampling.temperature, each.sampling.frequency_penalty)
+            for each in StandIn.tasks
+        ],
         "distilled": distilled["batches"],
         **trained,
     }

@@ -266,7 +266,13 @@ def main() -> None:
     answer: dict[str, Any] = {
         "episodes": {name: told(episode) for name, episode in found.items()},
         "tasks": [
-            [each.instruction, each.num_samples, each.sampling.temperature, each.sampling.max_tokens]
+            [
+                each.instruction,
+                each.num_samples,
+                each.sampling.temperature,
+                each.sampling.max_tokens,
+                each.sampling.frequency_penalty,
+            ]
             for each in StandIn.tasks
         ],
         "relayed": relayed(plugin),

@@ -129,7 +129,7 @@ def generated(plug: Any, groups: dict[str, list[Trajectory]], step_wise: bool) -
         "trained": [sum(mask) for mask in output["loss_masks"]],
         "advantages": advantages(output, step_wise),
         "metrics": output["rollout_metrics"],
-        "task": [spec.group_id, spec.num_samples, spec.budgets.max_turns, spec.sampling.temperature, spec.sampling.max_tokens],
+        "task": [spec.group_id, spec.num_samples, spec.budgets.max_turns, spec.sampling.temperature, spec.sampling.max_tokens, spec.sampling.presence_penalty],
     }  # fmt: skip
 
 

@@ -360,6 +360,7 @@ def main() -> None:
             spec.budgets.max_turns,
             spec.sampling.temperature,
             spec.sampling.top_k,
+            spec.sampling.frequency_penalty,
         ],
         "tags": queue.tags,
         "fields": {

@@ -19,6 +19,7 @@ from polarnode.core.codec.tasks import read_task
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
+from polarnode.integrations.trainer_sampling import trained_sampling
 
 # ── requests ────────────────────────────────────────────────────────────
 
@@ -222,7 +223,7 @@ def _sampling(template: Json, request: GymRequest) -> Json:
     """The template's sampling, with the request's parameters merged over it."""
     params = request.params
     over = {"temperature": params.temperature, "top_p": params.top_p, "max_tokens": params.max_output_tokens}
-    return _merged(template, {name: value for name, value in over.items() if value is not None})
+    return trained_sampling(template, over)
 
 
 def _metadata(template: Json, request: GymRequest) -> Json:

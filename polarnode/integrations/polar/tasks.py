@@ -28,6 +28,7 @@ from polarnode.integrations.polar.answers import (
     task_body,
     task_name,
 )
+from polarnode.integrations.trainer_sampling import UNCUT
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import TaskRecord
 from polarnode.sources.polar import request_found, their_paths
@@ -89,9 +90,13 @@ class TaskRoutes:
         """
         found = await trio.to_thread.run_sync(partial(request_found, body, volumes=self.service.volumes))
         with their_paths():
-            spec = spec_of(
-                evolve(found, value={**found.value, "task_id": name, "callback_format": callback_format})
-            )
+            # a TaskRequest names no sampling, and its trainer computes logprobs without penalties and cuts
+            own: dict[str, Json] = {
+                "sampling": dict(UNCUT),
+                "task_id": name,
+                "callback_format": callback_format,
+            }
+            spec = spec_of(evolve(found, value={**found.value, **own}))
         async with self._submitting:
             if name in self._called_off:
                 raise Conflict(f"{origin.task_id} was cancelled before it came: submit it by another task_id")
