@@ -217,7 +217,7 @@ def place(fields: dict[str, Any], path: str, value: Any) -> dict[str, Json]:
         ("sampling.top_p", 0, "$.sampling.top_p", "at most 1"),
         ("sampling.top_k", 0, "$.sampling.top_k", "-1 for all"),
         ("sampling.max_tokens", 0, "$.sampling.max_tokens", "1 to 2147483647"),
-        ("sampling.repetition_penalty", 0, "$.sampling.repetition_penalty", "more than 0"),
+        ("sampling.repetition_penalty", 1e-300, "$.sampling.repetition_penalty", "0.01 to 2"),
         ("sampling.stop", [""], "$.sampling.stop", "empty string"),
     ],
 )

@@ -37,9 +37,9 @@ def refusal(**changes: Any) -> tuple[str, str | None]:
         ({"min_p": 2}, "$.min_p", "min_p must be from 0 to 1, not 2.0"),
         ({"frequency_penalty": 3}, "$.frequency_penalty", "frequency_penalty must be from -2 to 2, not 3.0"),
         (
-            {"repetition_penalty": 0},
+            {"repetition_penalty": 1e-300},
             "$.repetition_penalty",
-            "repetition_penalty must be above 0 and at most 2, not 0.0",
+            "repetition_penalty must be from 0.01 to 2, not 1e-300",
         ),
         ({"max_tokens": 0}, "$.max_tokens", "max_tokens must be at least 1, not 0"),
         (

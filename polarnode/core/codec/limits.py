@@ -21,6 +21,9 @@ from polarnode.core.errors import Refused
 # ── numbers ───────────────────────────────────────────────────────────────────
 
 COUNT: Final = 2**31 - 1  # counts and ranks have 32 bits in the engine; a larger one crashes it
+# of a repetition penalty: the engine divides logits by it in float32. At a hundredth they stay under 1e5 and
+# their softmax is exact; a smaller one makes logprobs that are no numbers
+REPETITION: Final[tuple[float, float]] = (0.01, 2)
 SEED: Final = 2**63 - 1025  # 64 bits in the engine, with room for one more seed of each choice
 STOPS: Final = 64  # each is searched for in every chunk of an answer; OpenAI allows four, Google sixteen
 # characters; so much of an answer is held back from its stream while it may become a stop string

@@ -454,6 +454,7 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
         ("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
+        ("repetition_penalty", sampling.repetition_penalty, *limits.REPETITION),
     )
     for name, value, low, high in ranges:
         yield Rule(
@@ -461,7 +462,7 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
             f"{path}.{name}",
             f"must be {low:g} to {high:g}, not {value}",
         )
-    top_p, top_k, repetition = sampling.top_p, sampling.top_k, sampling.repetition_penalty
+    top_p, top_k = sampling.top_p, sampling.top_k
     yield Rule(
         top_p is None or 0 < top_p <= 1, f"{path}.top_p", f"must be more than 0 and at most 1, not {top_p}"
     )
@@ -469,11 +470,6 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
         top_k is None or top_k == -1 or 1 <= top_k <= limits.COUNT,
         f"{path}.top_k",
         f"must be 1 to {limits.COUNT}, or -1 for all, not {top_k}",
-    )
-    yield Rule(
-        repetition is None or 0 < repetition <= 2,
-        f"{path}.repetition_penalty",
-        f"must be more than 0 and at most 2, not {repetition}",
     )
     yield Rule(
         sampling.max_tokens is None or 1 <= sampling.max_tokens <= limits.COUNT,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
+from polarnode.core.codec.limits import REPETITION
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.providers.openai_chat.tools import ToolCallShape, ToolChoice, ToolShape
@@ -194,7 +195,7 @@ class ChatRequest:
     min_p: float | None = field(default=None, validator=within(0, 1))
     frequency_penalty: float | None = field(default=None, validator=within(-2, 2))
     presence_penalty: float | None = field(default=None, validator=within(-2, 2))
-    repetition_penalty: float | None = field(default=None, validator=above_zero(2))
+    repetition_penalty: float | None = field(default=None, validator=within(*REPETITION))
     seed: int | None = field(default=None, validator=seed_fits)
     stop: Stop = field(default=None, validator=no_empty_strings)
     n: int | None = field(default=None, validator=within(1, CHOICES))
