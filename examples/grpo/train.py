@@ -101,6 +101,8 @@ class Run:
         rows = self.rows(groups)
         done = self.learner.learn(rows)
         self.check(step, done)
+        for group in groups:
+            group.ack()
         learned = time.monotonic()
         if done.updates:
             self.push(str(step + 1))
@@ -184,7 +186,7 @@ class Run:
         """
         if self._stream is None:
             self._stream = self.client.groups(
-                consumer="grpo", ack=True, turns="full" if self.plan.retokenise else "table"
+                consumer="grpo", turns="full" if self.plan.retokenise else "table"
             )
         while any(name not in self._waiting for name in names):
             group = next(self._stream)

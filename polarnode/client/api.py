@@ -491,15 +491,24 @@ class Api:
         following = reading.following(kinds, **filters)
         return events(Follower(following, self._patience()), self._acks(reading))
 
-    def groups(self, reading: Reading, skip: Container[str], kept_bytes: int) -> Script[None]:
+    def groups(
+        self,
+        reading: Reading,
+        skip: Container[str],
+        kept_bytes: int,
+        run: Callable[[Script[None]], Any],
+    ) -> Script[None]:
+        """`run`: how this client runs the script of a group's `ack`."""
         follower = Follower(reading.following(("trajectory", "group")), self._patience())
         collector = Collector(skip=skip, kept_bytes=kept_bytes)
         groups = Groups(
             follower,
-            self._acks(reading),
+            self._acks(evolve(reading, ack=reading.consumer is not None)),
             collector,
             patience_s=self.patience_s,
             now=self.now,
+            run=run,
+            on_request=reading.ack,
             turns=reading.turns,
             arrays=reading.arrays,
         )

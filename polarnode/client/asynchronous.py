@@ -6,6 +6,7 @@ is decided here.
 
 from collections.abc import AsyncIterator, Container, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,7 +25,7 @@ from polarnode.client.api import (
     named,
     specs_of,
 )
-from polarnode.client.awaiting_http import AsyncEvents, AwaitingHttp
+from polarnode.client.awaiting_http import AsyncEvents, AwaitingHttp, Later
 from polarnode.client.pins import node_address
 from polarnode.client.requests import Script, T, ask
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
@@ -82,7 +83,8 @@ class AsyncPolarnodeClient:
     """A client of one node's control plane for Trio and asyncio. Its methods are documented at
     `PolarnodeClient`.
 
-    Use `async with` or `aclose` to close its connections.
+    Use `async with` or `aclose` to close its connections. `await group.ack()` sends at once; a `group.ack()`
+    that is not awaited is sent with the next group, or when the stream is closed.
     """
 
     base_url: str = "http://127.0.0.1:8080"
@@ -182,6 +184,7 @@ class AsyncPolarnodeClient:
         return AsyncEvents(
             self._http,
             self._api.trajectories(reading, kinds, outcome=outcome, min_reward=min_reward, format=format),
+            owes=ack,
         )
 
     def groups(
@@ -199,7 +202,8 @@ class AsyncPolarnodeClient:
         kept_bytes: int = KEPT_BYTES,
     ) -> AsyncEvents[Group]:
         reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
-        return AsyncEvents(self._http, self._api.groups(reading, skip, kept_bytes))
+        script = self._api.groups(reading, skip, kept_bytes, partial(Later, self._http))
+        return AsyncEvents(self._http, script, owes=consumer is not None)
 
     async def acknowledge(self, consumer: str, position: int | str) -> int | str:
         return await self._run(self._api.acknowledge(consumer, position))

@@ -4,7 +4,7 @@ No cancel scope and no nursery is open while a value is yielded. A script sees a
 connection, so iteration can continue after a deadline. Closing is bounded and shielded.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +27,7 @@ from polarnode.client.requests import (
     Sleep,
     T,
 )
+from polarnode.client.streams import LEAVE_S
 from polarnode.client.values import Unreachable, read_error
 from polarnode.core.errors import PolarnodeError
 
@@ -51,8 +52,10 @@ class AwaitingHttp:
     token: str | None = field(repr=False)
     certificate: str = ""  # the SHA-256 of the only one that is trusted; "": those of the machine's CAs
     client: httpx2.AsyncClient = field(init=False)
-    # the open responses: a loop that ended early may not have closed its own
+    # the open responses, and the streams with acknowledgements: a loop that ended early may not have closed
+    # its own
     reading: "set[_Wire]" = field(factory=set, init=False, repr=False)
+    owing: "set[AsyncEvents[Any]]" = field(factory=set, init=False, repr=False)
 
     @client.default
     def _make_client(self) -> httpx2.AsyncClient:
@@ -80,6 +83,8 @@ class AwaitingHttp:
         return other_certificate(error) or silence(self.base_url, error, why)
 
     async def aclose(self) -> None:
+        for events in tuple(self.owing):
+            await events.aclose()
         for wire in tuple(self.reading):
             await wire.close()
         with anyio.move_on_after(CLOSE_S, shield=True), suppress(*FAULTS):
@@ -90,12 +95,14 @@ class AwaitingHttp:
 class AsyncEvents(Generic[V]):
     """An asynchronous iterator over the values that a script gives.
 
-    Use `async with` or `aclose` to release its connection when a loop ends early. A cancelled wait loses
-    nothing: iteration continues over a new connection.
+    Use `async with` or `aclose` when a loop ends early: what is owed to the node, such as acknowledgements,
+    is sent and its connection is closed. A cancelled wait loses nothing: iteration continues over a new
+    connection. `owes`: it has acknowledgements to send, which the client's own end sends too.
     """
 
     http: AwaitingHttp
     script: Script[None]
+    owes: bool = False
     _running: Running[None] = field(init=False)
     _wire: "_Wire" = field(init=False)
     _over: bool = field(default=False, init=False)
@@ -107,6 +114,10 @@ class AsyncEvents(Generic[V]):
     @_wire.default
     def _make_wire(self) -> "_Wire":
         return _Wire(self.http)
+
+    def __attrs_post_init__(self) -> None:
+        if self.owes:
+            self.http.owing.add(self)
 
     def __aiter__(self) -> AsyncIterator[V]:
         return self
@@ -128,8 +139,18 @@ class AsyncEvents(Generic[V]):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        self._over = True
+        self.http.owing.discard(self)
+        if not self._over:
+            self._over = True
+            with anyio.move_on_after(LEAVE_S, shield=True):
+                await self._leave()
         await self._wire.close()
+
+    async def _leave(self) -> None:
+        """Let the script send what it owes."""
+        self._running.left()
+        while (command := self._running.next()) is not None:
+            await self._wire.step(self._running, command)
 
     async def __aenter__(self) -> "AsyncEvents[V]":
         return self
@@ -232,6 +253,17 @@ class _Wire:
             return b"".join([piece async for piece in response.aiter_raw()])
         except FAULTS as error:
             raise self.http.unreachable(error) from error
+
+
+@define(eq=False)
+class Later:
+    """A script that runs when it is awaited. Who does not await it leaves it undone."""
+
+    http: AwaitingHttp
+    script: Script[None]
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self.http.run(self.script).__await__()
 
 
 async def _closed(response: httpx2.Response, pieces: AsyncIterator[bytes] | None = None) -> None:

@@ -12,7 +12,7 @@ from attrs import define, field
 
 from polarnode.client import api, requests, session_scores
 from polarnode.client.api import Api, CaptureSession, Reading, exported, named, specs_of
-from polarnode.client.blocking_http import BlockingHttp
+from polarnode.client.blocking_http import BlockingEvents, BlockingHttp
 from polarnode.client.requests import Script, T, ask
 from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
 from polarnode.client.values import Event
@@ -203,7 +203,7 @@ class PolarnodeClient:
         ack: bool = False,
         kinds: Sequence[str] = (),
         format: str | None = None,
-    ) -> Iterator[Event]:
+    ) -> BlockingEvents[Event]:
         """Yield events in order: without end, or, with a `task_id` or follow=False, until there are no more.
 
         * `after`: begin after this event's `id`, or a node's event number. Otherwise begin after the
@@ -216,7 +216,8 @@ class PolarnodeClient:
         * `format`: a trainer's format (docs/trainers.md). A trajectory's data is then in that format, under
           `value`.
         * `ack`: acknowledge each event for `consumer` when the next one is requested, at most once in
-          `ack_every_s` seconds, and the last one at the end. Raises Refused without a `consumer`.
+          `ack_every_s` seconds, and what is left at the end of the loop, also of one that ends early. Raises
+          Refused without a `consumer`.
         """
         reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
         return self._http.iterate(
@@ -236,20 +237,24 @@ class PolarnodeClient:
         ack: bool = False,
         skip: Container[str] = (),
         kept_bytes: int = KEPT_BYTES,
-    ) -> Iterator[Group]:
+    ) -> BlockingEvents[Group]:
         """Yield each group when it ends, with its trajectories: without end, or as `trajectories` until there
-        are no more.
+        are no more. They are the groups of every task of the node, unless `task_id` or `group_id` says which.
+
+        `group.ack()` acknowledges a group for `consumer` when its optimizer step is done: once it returns,
+        the group does not come again. One that was not acknowledged comes again whole, and so does every
+        group that shares the stream with an older one that was not.
 
         * `consumer`, `after`, `task_id`, `group_id`, `arrays`, `turns`, `follow`: as for `trajectories`.
-        * `ack`: acknowledge a group when the next one is requested, but only up to the first event that an
-          unfinished group still needs. After a crash, every group that was not finished is sent again whole,
-          and some finished ones may be too.
+        * `ack`: acknowledge each group too when the next one is requested, at most once in `ack_every_s`
+          seconds, and what is left at the end of the loop, also of one that ends early. The group that the
+          loop ended in is not finished until its `ack` is called.
         * `skip`: task ids of groups that are already processed and need not be sent again.
         * `kept_bytes`: bytes of trajectories to keep in memory until their group ends. Trajectories beyond
           this are fetched again by id.
         """
         reading = Reading(consumer, after, task_id, group_id, follow, ack, arrays, turns)
-        return self._http.iterate(self._api.groups(reading, skip, kept_bytes))
+        return self._http.iterate(self._api.groups(reading, skip, kept_bytes, self._http.run))
 
     def acknowledge(self, consumer: str, position: int | str) -> int | str:
         """Move a consumer's position forward to an event's `id`, or a node's event number. Return the
@@ -310,7 +315,7 @@ class PolarnodeClient:
         min_reward: float | None = None,
         arrays: Arrays = "json",
         turns: Turns = "table",
-    ) -> Iterator[dict[str, Any]]:
+    ) -> BlockingEvents[dict[str, Any]]:
         """Yield every finished trajectory that matches, oldest first, as JSON."""
         query = exported(task_id, group_id, outcome, min_reward, arrays, turns)
         return self._http.iterate(self._api.export(**query))
@@ -326,7 +331,7 @@ class PolarnodeClient:
         turns: Turns | None = None,
         format: str | None = None,
         kind: str | None = None,
-    ) -> Iterator[bytes]:
+    ) -> BlockingEvents[bytes]:
         """Yield an export in pieces, as the node sends it. The first piece is b"", once the node has accepted
         the request.
 
@@ -517,7 +522,7 @@ class PolarnodeClient:
         """Return the node's current state as JSON."""
         return self._run(ask(requests.status()))
 
-    def live_sessions(self, *, follow: bool = True) -> Iterator[SessionChanges]:
+    def live_sessions(self, *, follow: bool = True) -> BlockingEvents[SessionChanges]:
         """Yield what changes of live sessions, at most twice a second, beginning with all that are live now;
         without end, or with follow=False until all were yielded.
 

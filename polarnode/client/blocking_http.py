@@ -3,10 +3,10 @@ open after a request. A connection's errors leave this module as ClientError, Un
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from attrs import define, field, frozen
@@ -30,6 +30,34 @@ from polarnode.core.errors import PolarnodeError
 
 READ_BYTES = 1 << 16
 
+V = TypeVar("V")
+
+
+@define(eq=False)
+class BlockingEvents(Generic[V]):
+    """An iterator over the values that a script gives.
+
+    A loop that ends early leaves it at once: what is owed to the node, such as acknowledgements, is sent and
+    its connection is closed. Use `with` or `close` where it is kept under a name.
+    """
+
+    _values: Generator[V, None, None]
+
+    def __iter__(self) -> Iterator[V]:
+        return self
+
+    def __next__(self) -> V:
+        return next(self._values)
+
+    def close(self) -> None:
+        self._values.close()
+
+    def __enter__(self) -> "BlockingEvents[V]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 @frozen(kw_only=True)
 class BlockingHttp:
@@ -46,16 +74,25 @@ class BlockingHttp:
                 wire.step(running, command)
         return running.value
 
-    def iterate(self, script: Script[None]) -> Iterator[Any]:
+    def iterate(self, script: Script[None]) -> BlockingEvents[Any]:
         """Run a script and yield each value that it gives."""
+        return BlockingEvents(self._values(script))
+
+    def _values(self, script: Script[None]) -> Generator[Any, None, None]:
         running = Running(script)
         with closing(_Wire(self)) as wire:
-            while (command := running.next()) is not None:
-                if isinstance(command, Give):
-                    yield command.value
-                    running.answered(None)
-                else:
+            try:
+                while (command := running.next()) is not None:
+                    if isinstance(command, Give):
+                        yield command.value
+                        running.answered(None)
+                    else:
+                        wire.step(running, command)
+            except (GeneratorExit, KeyboardInterrupt):  # the caller left, or was interrupted as it waited
+                running.left()
+                while (command := running.next()) is not None:
                     wire.step(running, command)
+                raise
 
     def unreachable(self, error: Exception) -> PolarnodeError:
         """ConfigError for another certificate than the pinned one, which no wait mends."""

@@ -111,6 +111,12 @@ def ask(request: ClientRequest[T]) -> Script[T]:
     return request.read(body)
 
 
+class Left(Exception):
+    """Thrown into a script whose caller takes no more values: it may still send what it owes, and gives
+    nothing more.
+    """
+
+
 @define(eq=False)
 class Running(Generic[T]):
     """A script in progress: its next command, and the result of the last one."""
@@ -130,12 +136,18 @@ class Running(Generic[T]):
         except StopIteration as stop:
             self._value = stop.value
             return None
+        except Left:  # a script that owes nothing does not catch it
+            return None
 
     def answered(self, answer: object) -> None:
         self._step = partial(self.script.send, answer)
 
     def failed(self, error: PolarnodeError) -> None:
         self._step = partial(self.script.throw, error)
+
+    def left(self) -> None:
+        """Record that the caller takes no more values. The commands that follow are the script's last."""
+        self._step = partial(self.script.throw, Left())
 
     @property
     def value(self) -> T:

@@ -4,22 +4,24 @@ Groups are assembled from the stream. Trajectories are kept up to a number of by
 fetched again when their group ends. Keeping them avoids reading everything twice, which would double the JSON
 that the node writes, its largest cost. The limit exists because the number of groups in progress has none.
 
-Invariant: an item is acknowledged only when the next one is requested, because until then the caller works on
-it, and the position never passes a trajectory whose group is unfinished: a reader that crashes is sent the
-whole group again. A lost acknowledgement loses no data, so its failure does not end a stream; only the last
-one is awaited.
+Invariant: an item is acknowledged only when the next one is requested, or when the caller says so, because
+until then the caller works on it, and the position never passes a trajectory whose group is unfinished: a
+reader that crashes is sent the whole group again. A lost acknowledgement loses no data, so its failure does
+not end a stream; only those that the caller asked for, and the last one, are awaited.
 """
 
 import logging
 from collections.abc import Callable, Container, Iterable
+from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from polarnode.client.requests import (
     Acknowledged,
     ClientRequest,
     Close,
     Give,
+    Left,
     Open,
     Read,
     Script,
@@ -94,6 +96,8 @@ class Collector:
     # by task, in the order their first session came
     _open: dict[str, _Open] = field(factory=dict, init=False)
     _given: dict[str, None] = field(factory=dict, init=False)  # tasks, oldest first
+    # given, and not acknowledged by their reader yet: where each begins, by journal
+    _owed: dict[str, dict[str, int]] = field(factory=dict, init=False)
     _seen: Position = field(factory=Position, init=False)
     _size: int = field(default=0, init=False)
 
@@ -101,8 +105,9 @@ class Collector:
     def position(self) -> Position:
         """The last events up to which everything is done."""
         held: dict[str, int] = {}
-        for each in self._open.values():
-            for journal, number in each.first.items():
+        # copies: a reader's other thread may acknowledge while this one reads
+        for first in (*(each.first for each in tuple(self._open.values())), *tuple(self._owed.values())):
+            for journal, number in tuple(first.items()):
                 held[journal] = min(number, held.get(journal, number))
         parts = self._seen.parts
         return Position({each: min(number, held.get(each, number + 1) - 1) for each, number in parts.items()})
@@ -126,12 +131,20 @@ class Collector:
                 self._pass_unreadable(event)
         return None
 
-    def done(self, group: Group) -> None:
+    def done(self, task_id: str) -> None:
         """Record that the caller has finished a group."""
-        self.forget(group.task_id)
-        self._given[group.task_id] = None
+        self.forget(task_id)
+        self._owed.pop(task_id, None)
+        self._given[task_id] = None
         if len(self._given) > REMEMBERED:
             del self._given[next(iter(self._given))]
+
+    def gave(self, task_id: str) -> None:
+        """Record that the caller has a group, which holds the position until it is acknowledged."""
+        held = self._open.get(task_id)
+        self.done(task_id)
+        if held is not None:  # else it was acknowledged while the caller had it
+            self._owed[task_id] = held.first
 
     def forget(self, task_id: str) -> None:
         """Stop waiting for a task."""
@@ -185,6 +198,8 @@ class Collector:
         if gap.seq < self._seen.parts.get(gap.journal, 0):
             for task_id in [each for each, task in self._open.items() if gap.journal in task.first]:
                 self.forget(task_id)
+            for task_id in [each for each, first in self._owed.items() if gap.journal in first]:
+                del self._owed[task_id]
 
 
 # ── acks ────────────────────────────────────────────────────────────
@@ -193,6 +208,8 @@ class Collector:
 ACK_EVERY_S = 1.0
 # a fleet gives up a node that is silent for 12 s, and others take its tasks
 LAST_S = 15.0
+# for the acknowledgements of a reader that leaves early: longer would look like a loop that does not end
+LEAVE_S = 5.0
 
 
 @define(eq=False)
@@ -241,6 +258,31 @@ class Acks:
             if not error.passes:
                 raise
 
+    def report_now(self) -> Script[None]:
+        """Acknowledge at once, with retries. Raises ClientError and Unreachable when the patience ends."""
+        if self.consumer is None or not self._news:
+            return
+        answer = yield from patiently(
+            acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now)
+        )
+        if not answer.pending:
+            self._sent = self._done
+
+    def report_leaving(self) -> Script[None]:
+        """Acknowledge what is not acknowledged yet, for a reader that leaves its loop. It has its own errors
+        to raise, so that of an acknowledgement is only logged.
+        """
+        if self.consumer is None or not self._news:
+            return
+        request = evolve(acknowledge(self.consumer, self._done), silence_s=LEAVE_S)
+        try:
+            yield from patiently(request, Patience(min(self.patience_s, LEAVE_S), self.now))
+        except (ClientError, Unreachable) as error:
+            logger.warning(
+                "the last acknowledgement did not arrive, and what it covers comes again: %s", error
+            )
+        self._sent = self._done
+
     def report_last(self) -> Script[None]:
         """Acknowledge what is not acknowledged yet, with retries. A node of a fleet that does not come back
         for LAST_S sends it again later, under the same keys.
@@ -282,15 +324,19 @@ ABSENT = (404, 410)  # of a trajectory: pruned, or in a row that is damaged
 
 def events(follower: Follower, acks: Acks) -> Script[None]:
     """Give every event."""
-    follower.patience.renew()  # the time limit begins with the first read
-    while not isinstance(event := (yield from follower.next()), Over):
-        yield from acks.report()
-        if isinstance(event, Event):
-            yield Give(event)
-            follower.patience.renew()  # the time that the caller took does not count
-            acks.move(event.position)
+    try:
+        follower.patience.renew()  # the time limit begins with the first read
+        while not isinstance(event := (yield from follower.next()), Over):
             yield from acks.report()
-    yield from acks.report_last()
+            if isinstance(event, Event):
+                yield Give(event)
+                follower.patience.renew()  # the time that the caller took does not count
+                acks.move(event.position)
+                yield from acks.report()
+    except Left:
+        yield from acks.report_leaving()
+    else:
+        yield from acks.report_last()
 
 
 def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
@@ -327,28 +373,47 @@ def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
 
 @define(eq=False)
 class Groups:
-    """Gives one reader's groups, assembled by `collector`."""
+    """Gives one reader's groups, assembled by `collector`.
+
+    `on_request`: a group is finished when the next one is requested; else only when its `ack` is called,
+    which runs a script by `run`.
+    """
 
     follower: Follower
     acks: Acks
     collector: Collector
     patience_s: float
     now: Callable[[], float]
+    run: Callable[[Script[None]], Any]
+    on_request: bool = True
     turns: Turns = "table"
     arrays: Arrays = "base64"
     _holder: str | None = None  # the task that held the position at the last check, and since when
     _since: float = 0.0
 
     def script(self) -> Script[None]:
-        self.follower.patience.renew()  # the time limit begins with the first read
-        while not isinstance(event := (yield from self.follower.next()), Over):
-            gathered = self.collector.add(event) if isinstance(event, Event) else None
-            if gathered is not None:
-                yield from self._give(gathered)
-            yield from self._look()
-            self.acks.move(self.collector.position)
-            yield from self.acks.report()
-        yield from self.acks.report_last()
+        try:
+            self.follower.patience.renew()  # the time limit begins with the first read
+            while not isinstance(event := (yield from self.follower.next()), Over):
+                gathered = self.collector.add(event) if isinstance(event, Event) else None
+                if gathered is not None:
+                    yield from self._give(gathered)
+                yield from self._look()
+                if self.on_request:
+                    self.acks.move(self.collector.position)
+                yield from self.acks.report()
+        except Left:
+            yield from self.acks.report_leaving()
+        else:
+            yield from self.acks.report_last()
+
+    def acknowledge(self, task_id: str) -> Any:
+        """Record that the caller has finished a group, and send it. What is not sent here, because an
+        asynchronous caller does not wait for it, is sent by the stream.
+        """
+        self.collector.done(task_id)
+        self.acks.move(self.collector.position)
+        return self.run(self.acks.report_now())
 
     def _give(self, gathered: Gathered) -> Script[None]:
         fetched = []
@@ -356,9 +421,13 @@ class Groups:
             found = yield from self._fetch(session_id)
             fetched += [] if found is None else [found]
         group = gathered.whole(fetched)
-        yield Give(group)
+        task_id = group.task_id
+        yield Give(evolve(group, acknowledge=GroupAck(self, task_id) if self.acks.consumer else None))
         self.follower.patience.renew()  # the time that the caller took does not count
-        self.collector.done(group)
+        if self.on_request or self.acks.consumer is None:
+            self.collector.done(task_id)
+        else:
+            self.collector.gave(task_id)
 
     def _fetch(self, session_id: str) -> Script[Trajectory | None]:
         """Fetch a trajectory that was not kept, or that came before this reader began; None when the node no
@@ -393,6 +462,22 @@ class Groups:
         except ClientError as error:
             if error.status == 404:
                 self.collector.forget(self._holder)
+
+
+@frozen
+class GroupAck:
+    """Acknowledges one group that a stream gave. A copy that is sent to another process has none, because the
+    stream and its connection stay here.
+    """
+
+    groups: Groups
+    task_id: str
+
+    def __call__(self) -> Any:
+        return self.groups.acknowledge(self.task_id)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return (type(None), ())
 
 
 # ── bodies ────────────────────────────────────────────────────────────────────

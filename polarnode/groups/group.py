@@ -8,10 +8,10 @@ event are added and never renamed; readers ignore unknown fields and accept even
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Literal
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, field, frozen
 
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
@@ -55,6 +55,19 @@ class Group:
     members: tuple[Member, ...]
     trajectories: tuple[Trajectory, ...] = ()
     reason: str | None = None
+    # how the stream that gave it acknowledges it: no part of what the group is
+    _acknowledge: Callable[[], Any] | None = field(default=None, eq=False, repr=False)
+
+    def ack(self) -> Any:
+        """Acknowledge the group for the consumer whose stream gave it: call it when the optimizer step is
+        done. Of an asynchronous client it is awaited. Raises Refused where no consumer can be acknowledged.
+        """
+        if self._acknowledge is None:
+            raise Refused(
+                "ack() moves the position of a consumer: read with groups(consumer=NAME), and acknowledge the"
+                " group that the stream gave, not a copy in another process"
+            )
+        return self._acknowledge()
 
     @property
     def usable(self) -> tuple[Trajectory, ...]:

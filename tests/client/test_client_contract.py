@@ -318,6 +318,26 @@ def test_groups_come_whole_and_are_acknowledged_when_nothing_of_them_is_needed(b
     assert list(client.groups(consumer="trainer", ack=True, follow=False)) == []
 
 
+def test_leaving_a_loop_loses_no_acknowledgement(bench: Bench) -> None:
+    """The client's own second between acknowledgements has not passed when the loop is left."""
+    client = bench.client()
+    for task_id in "abc":
+        client.submit(make_spec(task_id=task_id))
+        bench.node.publish(f"{task_id}-0", task_id=task_id)
+    with client.groups(consumer="asking", ack=True) as groups:
+        assert [next(groups).task_id, next(groups).task_id] == ["a", "b"]
+    assert next(client.groups(consumer="asking")).task_id == "b", "it may have been in the middle of b"
+    with client.groups(consumer="saying") as groups:
+        for group in groups:
+            group.ack()
+            if group.task_id == "b":
+                break
+    assert [group.task_id for group in client.groups(consumer="saying", follow=False)] == ["c"]
+    with client.trajectories(consumer="reading", ack=True) as events:
+        _ = [next(events) for _ in range(3)]
+    assert bench.node.position("reading") == 2
+
+
 def test_what_was_not_kept_of_a_group_is_fetched_again(bench: Bench) -> None:
     client = bench.client()
     client.submit(make_spec(task_id="a", num_samples=3))

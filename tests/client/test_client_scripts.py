@@ -4,7 +4,9 @@ missed and nothing comes twice.
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -39,7 +41,7 @@ from polarnode.client.scripts import (
     patiently,
     read_event,
 )
-from polarnode.client.streams import LOOK_AFTER_S, Acks, Collector, Groups, acknowledged, events
+from polarnode.client.streams import LEAVE_S, LOOK_AFTER_S, Acks, Collector, Groups, acknowledged, events
 from polarnode.client.values import read_error
 from polarnode.core.codec import dump_json, trajectory_json
 from polarnode.core.errors import PolarnodeError, Refused
@@ -136,12 +138,22 @@ def gives(script: Script[None], world: World) -> Iterator[Any]:
     while (command := running.next()) is not None:
         if isinstance(command, Give):
             running.answered(None)
-            yield command.value
-            continue
-        try:
-            running.answered(world.obey(command))
-        except PolarnodeError as error:
-            running.failed(error)
+            try:
+                yield command.value
+            except GeneratorExit:
+                running.left()
+                while (command := running.next()) is not None:
+                    _obey(running, command, world)
+                raise
+        else:
+            _obey(running, command, world)
+
+
+def _obey(running: Running[Any], command: Any, world: World) -> None:
+    try:
+        running.answered(world.obey(command))
+    except PolarnodeError as error:
+        running.failed(error)
 
 
 def returned(script: Script[Any], world: World) -> Any:
@@ -152,6 +164,11 @@ def returned(script: Script[Any], world: World) -> Any:
 
     [found] = gives(given(), world)
     return found
+
+
+def in_(world: World) -> Callable[[Script[None]], Any]:
+    """How a client of this world runs what a group's `ack` asks of it."""
+    return partial(returned, world=world)
 
 
 def reading(**said: Any) -> Reading:
@@ -305,6 +322,26 @@ def test_acknowledgements_are_said_once_a_second_and_at_the_end() -> None:
     assert world.acked == [4, 8, 12, 16, 20]
 
 
+def test_leaving_early_acknowledges_what_is_done() -> None:
+    """Acknowledgements wait for a second to pass; a loop that ends meanwhile still owes them."""
+    world = World([(seq, task_event(seq)) for seq in range(1, 6)], piece=1000)
+    stream = gives(api(world, ack_every_s=1.0).trajectories(reading(consumer="c", ack=True), ()), world)
+    assert [next(stream).seq for _ in range(3)] == [1, 2, 3]
+    assert world.acked == []
+    stream.close()
+    assert world.acked == [2], "the third is still being worked on"
+
+
+def test_leaving_a_silent_node_is_bounded() -> None:
+    world = World([(seq, task_event(seq)) for seq in range(1, 4)], piece=1000)
+    stream = gives(api(world, ack_every_s=1.0).trajectories(reading(consumer="c", ack=True), ()), world)
+    _ = (next(stream), next(stream))
+    world.faults = [Unreachable("away")] * 1000
+    stream.close()
+    assert world.acked == []
+    assert 0 < world.now_s <= LEAVE_S
+
+
 # ── patience ──────────────────────────────────────────────────────────────────
 
 
@@ -336,7 +373,7 @@ def test_a_submission_is_sent_again_under_one_key() -> None:
 
 def test_what_can_not_be_asked_is_refused_before_it_is_sent() -> None:
     with pytest.raises(Refused, match="ack needs a consumer"):
-        api(World([])).groups(reading(ack=True), (), 0)
+        api(World([])).groups(reading(ack=True), (), 0, in_(World([])))
     for said in ({"path": None, "source": None}, {"path": "/a", "source": {}}):
         with pytest.raises(Refused, match="weights come from one place"):
             api(World([])).update_weights("1", mode="in_place", **said)  # type: ignore[arg-type]
@@ -489,7 +526,8 @@ def test_every_group_is_worked_on_whole_however_often_its_trainer_dies(
     ends = [seq for seq, body in log if body.startswith(b"event: group")]
     for length in (*lives, len(log)):
         stream = gives(
-            api(world).groups(reading(consumer="c", ack=True), frozenset(finished), kept_bytes), world
+            api(world).groups(reading(consumer="c", ack=True), frozenset(finished), kept_bytes, in_(world)),
+            world,
         )
         taken = list(itertools.islice(stream, length))
         assert all(whole(group) for group in taken)
@@ -509,14 +547,77 @@ def test_without_skip_a_finished_group_comes_again_only_behind_one_that_is_not(
     log: "list[tuple[int, bytes]]",
 ) -> None:
     world = world_of(log)
-    first = list(gives(api(world).groups(reading(consumer="c", ack=True), (), 0), world))
-    again = list(gives(api(world).groups(reading(consumer="c", ack=True), (), 0), world))
+    first, again = (
+        list(gives(api(world).groups(reading(consumer="c", ack=True), (), 0, in_(world)), world))
+        for _ in range(2)
+    )
     behind = [
         group
         for group in first
         if any(seq > world.position and f"group:{group.task_id}".encode() in body for seq, body in log)
     ]
     assert again == behind
+
+
+def three_groups() -> World:
+    """Groups a, b and c of one session each, one after the other."""
+    log: list[tuple[int, bytes]] = []
+    for task_id in "abc":
+        log += [(len(log) + 1, session_event(len(log) + 1, task_id, 0))]
+        log += [(len(log) + 1, group_event(len(log) + 1, task_id, 1))]
+    return world_of(log)
+
+
+def grouped(world: World, **said: Any) -> Iterator[Any]:
+    script = api(world, ack_every_s=1.0).groups(reading(consumer="c", **said), (), 1 << 30, in_(world))
+    return gives(script, world)
+
+
+@pytest.mark.parametrize("on_request", [False, True])
+def test_acknowledged_groups_stay_away(on_request: bool) -> None:
+    world = three_groups()
+    for group in grouped(world, ack=on_request):
+        group.ack()
+        assert world.position == {"a": 2, "b": 4}[group.task_id]
+        if group.task_id == "b":
+            break
+    assert [group.task_id for group in grouped(world, ack=on_request)] == ["c"]
+
+
+def test_unacknowledged_groups_come_again() -> None:
+    """Without ack=True nothing moves but what the caller acknowledges, and never past an older group."""
+    world = three_groups()
+    assert [group.task_id for group in grouped(world)] == ["a", "b", "c"]
+    assert world.acked == []
+    given = list(grouped(world))
+    given[1].ack()
+    assert world.position == 0, "a is still being worked on"
+    given[0].ack()
+    assert world.position == 4
+    assert [group.task_id for group in grouped(world)] == ["c"]
+    given[2].ack()
+    assert list(grouped(world)) == []
+
+
+def test_groups_without_a_consumer_refuse_acknowledgement() -> None:
+    world = three_groups()
+    [first, *_] = gives(api(world).groups(reading(), (), 1 << 30, in_(world)), world)
+    with pytest.raises(Refused, match="consumer=NAME"):
+        first.ack()
+    [given, *_] = grouped(world)
+    copy = pickle.loads(pickle.dumps(given))
+    assert copy == given
+    with pytest.raises(Refused, match="not a copy"):
+        copy.ack()
+
+
+def test_failed_acknowledgements_are_raised() -> None:
+    world = three_groups()
+    given = next(grouped(world))
+    world.faults = [Unreachable("away"), ClientError("no", status=400, type="invalid_request")]
+    with pytest.raises(ClientError, match="no"):
+        given.ack()
+    assert world.slept == [PAUSES.first_s], "a node that is away is waited for"
 
 
 def groups_of(world: World, *, kept_bytes: int = 1 << 30, consumer: str = "c") -> Groups:
@@ -527,6 +628,7 @@ def groups_of(world: World, *, kept_bytes: int = 1 << 30, consumer: str = "c") -
         Collector(kept_bytes=kept_bytes),
         patience_s=60.0,
         now=world.now,
+        run=in_(world),
     )
 
 
@@ -602,7 +704,7 @@ def test_a_group_that_comes_twice_on_one_stream_is_given_once() -> None:
     ]
     gathered = collector.add(events_[0])
     assert gathered is not None
-    collector.done(gathered.whole(()))
+    collector.done(gathered.group.task_id)
     assert collector.add(attrs.evolve(events_[0], seq=2)) is None
     assert collector.position.parts.get("", 0) == 2
 
@@ -655,7 +757,7 @@ def test_an_open_group_holds_its_own_journal_alone() -> None:
     body = {"task_id": "a", "group_id": "a", "sessions": [], "state": "complete"}
     found = collector.add(fleet_event(Position({FIRST: 5, SECOND: 11}), SECOND, "group", "group:a", body))
     assert found is not None
-    collector.done(found.whole(()))
+    collector.done(found.group.task_id)
     assert collector.position == Position({FIRST: 5, SECOND: 11})
     # and its first home, back, has the group too
     again = collector.add(fleet_event(Position({FIRST: 6, SECOND: 11}), FIRST, "group", "group:a", body))

@@ -62,12 +62,15 @@ class Taught(StandIn):
 
     def groups(self, *_: Any, **__: Any) -> Iterator[Group]:  # type: ignore[override]
         for spec in self.specs:
-            group = evolve(self.group(spec), task_id=spec.task_id)
+            group = evolve(self.group(spec), task_id=spec.task_id, acknowledge=self.acked)
             yield (
                 group.holding(self.scored(each) for each in group.trajectories)
                 if spec.carry.teacher
                 else group
             )
+
+    def acked(self) -> None:
+        """Its groups come once."""
 
     @torch.no_grad()
     def scored(self, session: Any) -> Any:

@@ -154,7 +154,14 @@ def read_stream(value: tuple[bytes, tuple[int, ...], int, str, bool], *, grouped
     )
     acks = Acks(consumer=None, patience_s=PATIENCE_S, now=now)
     script = (
-        Groups(follower=follower, acks=acks, collector=Collector(), patience_s=PATIENCE_S, now=now).script()
+        Groups(
+            follower=follower,
+            acks=acks,
+            collector=Collector(),
+            patience_s=PATIENCE_S,
+            now=now,
+            run=server.run,
+        ).script()
         if grouped
         else events(follower, acks)
     )

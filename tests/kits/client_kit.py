@@ -25,6 +25,7 @@ from journal_samples import make_trajectory
 
 from polarnode.client import AsyncPolarnodeClient, PolarnodeClient
 from polarnode.client.awaiting_http import AsyncEvents
+from polarnode.groups import Group
 from polarnode.journal.journal import Journal
 
 KINDS = ("sync", "trio", "asyncio")
@@ -45,12 +46,26 @@ class Iterated:
 
     def __next__(self) -> Any:
         try:
-            return self.portal.call(self.events.__anext__)
+            value = self.portal.call(self.events.__anext__)
         except StopAsyncIteration:
             raise StopIteration from None
+        if isinstance(value, Group):
+            return attrs.evolve(value, acknowledge=lambda: self.portal.call(_awaited, value.ack))
+        return value
+
+    def __enter__(self) -> "Iterated":
+        self.portal.call(self.events.__aenter__)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self.portal.call(self.events.aclose)
+
+
+async def _awaited(call: Callable[[], Any]) -> Any:
+    return await call()
 
 
 @attrs.define(eq=False)
