@@ -180,6 +180,7 @@ class Shape:
     pids: int
     disk_mb: int
     volumes: tuple[VolumeSpec, ...] = ()
+    ptrace: bool = False
 
 
 def shape_of(spec: RuntimeSpec, image: str) -> Shape:
@@ -195,6 +196,7 @@ def shape_of(spec: RuntimeSpec, image: str) -> Shape:
         pids=spec.pids,
         disk_mb=spec.disk_mb,
         volumes=spec.volumes,
+        ptrace=spec.ptrace,
     )
 
 

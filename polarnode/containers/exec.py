@@ -9,10 +9,12 @@ nothing, so what we leave is ended by signals.
 """
 
 import math
+import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 from typing import Literal
 
 import trio
@@ -25,6 +27,7 @@ from polarnode.containers.service import PodmanService
 from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import Json
 from polarnode.core.errors import RuntimeFault
+from polarnode.core.ports import LOST
 
 # ── the stream ────────────────────────────────────────────────────────────────
 
@@ -108,7 +111,7 @@ UNNOTICED_S = 15.0
 UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it is restarted within a few
 
 SERVICE_DIED = "the podman service died while a program ran in a container: what it wrote is not whole"
-LOST = -1  # the exit code of an exec whose conmon is gone without having written one; programs have 0 to 255
+MONITOR = b"conmon"  # the program that starts an exec's program, and waits for it
 
 Sink = Callable[[Channel, bytes], None]
 
@@ -137,10 +140,11 @@ class Execs:
     freeze: Freeze
 
     async def run(self, order: ExecOrder, sink: Sink, *, alone: bool = False) -> int:
-        """Run to the end and return the exit code (127: no such program, 137: killed). `sink` gets the output
-        as it comes. On cancellation the program's process group gets TERM, then KILL; with `alone` everything
-        else in the container is ended too, as it is when the exit code is lost. Raises RuntimeFault for that,
-        and where the service died meanwhile, whatever the exit code: not all of the output came.
+        """Run to the end and return the exit code (127: no such program, 137: killed, LOST: the program lost
+        it). `sink` gets the output as it comes. On cancellation the program's process group gets TERM, then
+        KILL; with `alone` everything else in the container is ended too, as it is when the exit code is lost.
+        Raises RuntimeFault where the program's monitor was killed, and where the service died meanwhile,
+        whatever the exit code: not all of the output came.
         """
         exec_id: str | None = None
         try:
@@ -152,7 +156,10 @@ class Execs:
             if self.service.restarts != restarts:
                 # a torn stream ends as a whole one does: what was written, or fed, may miss its end
                 raise RuntimeFault(SERVICE_DIED)
-            if exit_code == LOST:
+            if exit_code == LOST and await trio.to_thread.run_sync(_monitored, exec_id):
+                # the monitor waits to clean up, so it was not killed: the program took the code from it
+                await self._end(exec_id, alone)
+            elif exit_code == LOST:
                 raise RuntimeFault(
                     "the monitor of a program in a container (conmon) was killed: its exit code is lost"
                 )
@@ -189,8 +196,8 @@ class Execs:
         )
 
     async def _wait_ended(self, exec_id: str) -> int:
-        """The exit code; LOST where the program's monitor was killed. Raises RuntimeFault where the service
-        died meanwhile and did not learn it.
+        """The exit code; LOST where the program's monitor wrote none, or found none. Raises RuntimeFault
+        where the service died meanwhile and did not learn it.
         """
         pauses, doubtful = POLLS.delays(), math.inf
         while True:
@@ -234,6 +241,18 @@ class Execs:
                 await self.inside.kill_all()
         except RuntimeFault:
             return  # the container is gone, or is about to be
+
+
+def _monitored(exec_id: str) -> bool:
+    """Whether the monitor of an exec lives. After its program it does for EXEC_KEPT_S (`service.py`) more,
+    unless it was killed.
+    """
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it ended while we looked
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            if os.path.basename(words[0]) == MONITOR and exec_id.encode() in words:
+                return True
+    return False
 
 
 async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:

@@ -450,6 +450,7 @@ async def _pooled(
         service=service,
         findings=findings,
         seccomp=store.seccomp_profile,
+        traced=store.traced_profile,
         node_id=settings.node_id,
         owner=owner,
         watch=watch,

@@ -60,10 +60,11 @@ async def configure_store(state_dir: Path, limits: Limits = "enforced") -> Confi
 
 
 def write_configuration(store: Store, findings: PodmanFindings) -> None:
-    """Write containers.conf, storage.conf and the sessions' seccomp profile of a store whose folders exist.
+    """Write containers.conf, storage.conf and the sessions' seccomp profiles of a store whose folders exist.
     Raises RuntimeFault where the machine's default profile cannot be used.
     """
     _replace(store.seccomp_profile, seccomp_profile(findings))
+    _replace(store.traced_profile, seccomp_profile(findings, ptrace=True))
     _replace(store.containers_conf, containers_conf(store, findings))
     _replace(store.storage_conf, storage_conf(store, findings))
 
@@ -116,15 +117,17 @@ def _text(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
-def seccomp_profile(findings: PodmanFindings) -> str:
-    """The system calls that sessions may make, as JSON in the form of Podman's own profile."""
+def seccomp_profile(findings: PodmanFindings, *, ptrace: bool = False) -> str:
+    """The system calls that sessions may make, as JSON in the form of Podman's own profile. `ptrace`: their
+    programs may ask to be traced.
+    """
     if findings.seccomp is None:
         raise RuntimeFault("this machine has no default seccomp profile: see `polarnode doctor`")
     try:
         default = json.loads(findings.seccomp.read_text())
     except (OSError, ValueError) as error:
         raise RuntimeFault(f"{findings.seccomp} cannot be read: {error}; reinstall it") from error
-    return json.dumps(session_profile(default), indent=1) + "\n"
+    return json.dumps(session_profile(default, ptrace=ptrace), indent=1) + "\n"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -151,10 +154,13 @@ FAMILIES = 46  # those that kernels have, and all numbers from here on
 # routes and addresses, lists of sockets, devices; not the packet filter (12) and its like
 NETLINK_PROTOCOLS = (0, 4, 15)
 PROTOCOLS = 23
+# Of ptrace: a program that asks for it is traced by its parent, conmon for what the node runs. conmon
+# takes its first stop for its end, and its exit code is lost. What traces others (strace, sanitizers) works.
+TRACEME = 0
 
 
-def session_profile(default: Mapping[str, Any]) -> dict[str, Any]:
-    """The seccomp profile of sessions: a default one with less allowed. Pure.
+def session_profile(default: Mapping[str, Any], *, ptrace: bool = False) -> dict[str, Any]:
+    """The seccomp profile of sessions: a default one with less allowed. `ptrace`: TRACEME too. Pure.
 
     Sockets are allowed by equality, because a rule that only refuses some numbers misses those with high bits
     set, which the kernel ignores. Raises RuntimeFault for a default that allows what it does not name.
@@ -167,8 +173,23 @@ def session_profile(default: Mapping[str, Any]) -> dict[str, Any]:
         for rule in default["syscalls"]
         if (names := [name for name in rule["names"] if name not in replaced])
     ]
+    if not ptrace:
+        kept = [part for rule in kept for part in _but_traceme(rule)]
     unknown = {"defaultErrnoRet": errno.ENOSYS, "defaultErrno": "ENOSYS"}
     return {**default, **unknown, "syscalls": [*kept, *_own_rules()]}
+
+
+def _but_traceme(rule: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A rule of a default profile in parts: those of ptrace allow all but TRACEME."""
+    if others := [name for name in rule["names"] if name != "ptrace"]:
+        yield {**rule, "names": others}
+    if "ptrace" in rule["names"]:
+        yield {
+            **rule,
+            "names": ["ptrace"],
+            "args": [*(rule.get("args") or ()), *_rule("ptrace", None, (0, "NE", TRACEME))["args"]],
+        }
+        yield {**rule, **_rule("ptrace", "EPERM", (0, "EQ", TRACEME))}
 
 
 def _own_rules() -> Iterator[dict[str, Any]]:

@@ -69,6 +69,7 @@ class Starter:
     service: PodmanService
     findings: PodmanFindings
     seccomp: Path
+    traced: Path  # the profile of system calls where the shape has ptrace
     node_id: str
     owner: Owner
     watch: DiskWatch
@@ -250,7 +251,7 @@ class Starter:
             labels=labels,
             lifetime_s=lifetime_s,
             shift=shift,
-            seccomp=self.seccomp,
+            seccomp=self.traced if shape.ptrace else self.seccomp,
             volumes=sources.volumes,
             criu=None if self.criu is None else self.criu.config(name),
         )

@@ -6,7 +6,7 @@ Protocols only, so that pure code can name them without waiting, opening anythin
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from attrs import field, frozen
 
@@ -151,10 +151,15 @@ class Engine(Protocol):
     def generate(self, order: GenerateOrder) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
 
 
+# The exit code of a program that lost its own: it let its monitor trace it (PTRACE_TRACEME), which then takes
+# its first stop for its end. Programs have 0 to 255.
+LOST: Final = -1
+
+
 @frozen(kw_only=True)
 class Ended:
     """A process in a runtime that ended. Output is bounded; `truncated` says that some was dropped (the end
-    is kept).
+    is kept). `exit_code` is LOST where the program itself saw to it that there is none.
     """
 
     exit_code: int

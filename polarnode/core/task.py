@@ -88,6 +88,7 @@ class RuntimeSpec:
       belongs to the task.
     * `egress`: names of hosts that the container may reach through the node's proxy, `*.example.org` for all
       below one; only where the node's own `egress` allows them.
+    * `ptrace`: a program may ask to be traced (PTRACE_TRACEME), as gdb has its programs do.
     * `writable`: what stays writable while the harness runs, besides the workdir, the home, /tmp and
       /var/tmp; the rest of the root is read-only.
     * `artifacts`: files and folders of the session to keep, relative to the workdir or absolute.
@@ -111,6 +112,7 @@ class RuntimeSpec:
     network: Literal["none"] = "none"
     egress: tuple[str, ...] = ()
     read_only: bool = True
+    ptrace: bool = False  # one that asks for it takes its exit code from the node
     writable: tuple[str, ...] = ()
     volumes: tuple[VolumeSpec, ...] = ()
     artifacts: tuple[str, ...] = ()

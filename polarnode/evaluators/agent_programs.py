@@ -21,7 +21,7 @@ from attrs import define, evolve, field, frozen
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError
-from polarnode.core.ports import Runtime, TimedProgram
+from polarnode.core.ports import LOST, Runtime, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
 from polarnode.evaluators.contract import Finished
@@ -163,6 +163,10 @@ class Requests:
         if ended is None:
             return ProgramReply(
                 exit_code=OUT_OF_TIME, stderr=f"as-agent: ended after {within_s:g} seconds\n".encode()
+            )
+        if ended.exit_code == LOST:
+            return _not_run(
+                "the program let itself be traced (PTRACE_TRACEME), so that its exit code is lost"
             )
         if max(len(ended.stdout), len(ended.stderr)) > DATA_BYTES:
             return _not_run(f"the program's output is longer than {DATA_BYTES >> 20} MiB")

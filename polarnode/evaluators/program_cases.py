@@ -21,7 +21,7 @@ from attrs import define, evolve, field, frozen
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
-from polarnode.core.ports import Ended, TimedProgram
+from polarnode.core.ports import LOST, Ended, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
 from polarnode.evaluators.command import REMOVE
@@ -318,6 +318,8 @@ class _Run:
 
 
 def _end_difference(case: Case, ended: Ended) -> str | None:
+    if ended.exit_code == LOST:
+        return "it let itself be traced (PTRACE_TRACEME), so that its exit code is lost"
     if case.exit_code is not None and ended.exit_code != case.exit_code:
         return f"it ended with exit code {ended.exit_code}"
     streams = (("stdout", ended.stdout, case.stdout), ("stderr", ended.stderr, case.stderr))

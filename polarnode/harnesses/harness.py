@@ -20,7 +20,7 @@ from attrs import frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EngineError, Refused
-from polarnode.core.ports import HarnessOrder, Launch
+from polarnode.core.ports import LOST, HarnessOrder, Launch
 from polarnode.core.task import McpServerSpec
 from polarnode.core.trajectory import Outcome, Turn
 
@@ -130,6 +130,7 @@ def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
 EXIT_CODES: Final = {
     126: ": a program could not be executed",
     127: ": a program was not found in its image",
+    LOST: ": it let itself be traced (PTRACE_TRACEME), so that its own is lost",
 }
 
 
@@ -156,7 +157,7 @@ def lost_its_engine(turns: Sequence[Turn]) -> bool:
 
 
 def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
-    if harness.exit_code_honest:
+    if harness.exit_code_honest or exit_code == LOST:  # it has not ended by itself, whatever it did before
         return _plain(exit_code)
     last = _last_main(turns)
     if exit_code == 0 and (last is None or last.state != "complete"):

@@ -122,8 +122,13 @@ def without_marker(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     kept: list[Message] = []
     marked = False  # the message before was the marker
     for message in messages:
-        rest = _without_update(message) if marked else _unmarked(message)
-        marked = not marked and rest is not message
+        rest = _without_update(message) if marked else message
+        if rest is not message:
+            marked = False
+        else:
+            # a resumed session that is resumed again at the same turn has two markers beside each other
+            rest = _unmarked(message)
+            marked = rest is not message
         if marked and kept and kept[-1] == _PLACEHOLDER:
             kept.pop()
         if rest is not None:
@@ -147,4 +152,5 @@ def _unmarked(message: Message) -> Message | None:
     others = [line for line in lines if line != RESUME_MARKER]
     if len(others) == len(lines):
         return message  # quoted within a line
-    return evolve(message, text="\n".join(others)) if others else None
+    # what is left between two markers of one message is no text of anybody's
+    return evolve(message, text="\n".join(others)) if any(map(str.strip, others)) else None

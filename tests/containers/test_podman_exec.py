@@ -2,6 +2,7 @@
 of it stays.
 """
 
+import errno
 import os
 import resource
 import signal
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import trio
+from attrs import evolve
 from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits
 
 from polarnode.containers.exec import SERVICE_DIED
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes
 from polarnode.core.errors import RuntimeFault
+from polarnode.core.ports import LOST
 
 pytestmark = pytest.mark.podman
 
@@ -165,6 +168,31 @@ async def test_a_program_whose_monitor_is_killed_is_the_machines_fault(runtimes:
             (sleeper,) = runtime._inside.members()
             os.kill(monitor_of(sleeper), signal.SIGKILL)
         assert "exit code is lost" in str(faults[0])
+        assert not await runtime.busy(), "the program does not outlive its run"
+        assert (await runtime.run(["sh", "-c", "exit 7"])).exit_code == 7
+
+
+TRACED = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.ptrace(0, 0, 0, 0), ctypes.get_errno(), flush=True)
+os.execv("/bin/sh", ["sh", "-c", "sleep 1000 & exit 7"])
+"""
+
+
+async def test_no_program_asks_to_be_traced(runtimes: Runtimes) -> None:
+    """Where it could, its monitor would take its first stop for its end."""
+    async with runtimes.open(SMALL, session_id="traced", lifetime_s=LIFETIME_S) as runtime:
+        ended = await runtime.run(["python3", "-c", TRACED])
+        assert (ended.exit_code, ended.stdout) == (7, f"-1 {errno.EPERM}\n".encode())
+
+
+async def test_a_traced_program_loses_its_own_code(runtimes: Runtimes) -> None:
+    """Where the task lets it, that is the program's own doing, and no fault of the machine."""
+    spec = evolve(SMALL, ptrace=True)
+    async with runtimes.open(spec, session_id="traced", lifetime_s=LIFETIME_S) as runtime:
+        ended = await runtime.run(["python3", "-c", TRACED])
+        assert (ended.exit_code, ended.stdout) == (LOST, b"0 0\n")
         assert not await runtime.busy(), "the program does not outlive its run"
         assert (await runtime.run(["sh", "-c", "exit 7"])).exit_code == 7
 

@@ -18,7 +18,7 @@ DEFAULT = {
     "defaultErrnoRet": 1,
     "archMap": [{"architecture": "SCMP_ARCH_X86_64", "subArchitectures": ["SCMP_ARCH_X86"]}],
     "syscalls": [
-        {**ALLOW, "names": ["read", "io_setup", "keyctl", "socketcall", "inotify_init1"]},
+        {**ALLOW, "names": ["read", "io_setup", "keyctl", "socketcall", "inotify_init1", "ptrace"]},
         {**ALLOW, "names": ["bpf", "perf_event_open"], "includes": {"caps": ["CAP_SYS_ADMIN"]}},
         {**ALLOW, "names": ["socket"], "args": [{"index": 0, "value": 16, "op": "SCMP_CMP_NE"}]},
         {**ALLOW, "names": ["socketpair", "io_uring_setup"]},
@@ -39,6 +39,8 @@ def decided(profile: dict[str, Any], name: str, *arguments: int) -> int | None:
 
 def _holds(check: dict[str, Any], arguments: tuple[int, ...]) -> bool:
     given, value = arguments[check["index"]], check["value"]
+    if check["op"] == "SCMP_CMP_NE":
+        return given != value
     return given >= value if check["op"] == "SCMP_CMP_GE" else given == value
 
 
@@ -79,6 +81,15 @@ def test_pairs_of_sockets_are_of_one() -> None:
     profile = session_profile(DEFAULT)
     assert decided(profile, "socketpair", 1, 1, 0) is None
     assert decided(profile, "socketpair", 40, 1, 0) == errno.ENOSYS
+
+
+@pytest.mark.parametrize("request_", [0, 16, 0x4206])
+def test_tracing_but_for_being_traced(request_: int) -> None:
+    asked = errno.EPERM if request_ == 0 else None
+    assert decided(session_profile(DEFAULT), "ptrace", request_) == asked
+    assert decided(session_profile(DEFAULT, ptrace=True), "ptrace", request_) is None
+    nothing = {**DEFAULT, "syscalls": [{**ALLOW, "names": ["read"]}]}
+    assert decided(session_profile(nothing), "ptrace", request_) == errno.ENOSYS, "none is added"
 
 
 def test_a_default_that_allows_the_unknown_is_refused() -> None:

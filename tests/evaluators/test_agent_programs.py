@@ -10,7 +10,7 @@ from attrs import define, evolve, field
 from evaluators_kit import finished
 
 from polarnode.core.errors import EvaluatorError, Refused
-from polarnode.core.ports import Ended, Runtime, TimedEnd, TimedProgram
+from polarnode.core.ports import LOST, Ended, Runtime, TimedEnd, TimedProgram
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
 from polarnode.evaluators import agent_programs, registry
 from polarnode.evaluators.agent_programs import DATA_BYTES, SPOOL, Request, Requests, Separate, parse_request
@@ -100,6 +100,7 @@ async def test_the_reply_is_the_programs_own() -> None:
             b"125\n",
             "longer than 8 MiB",
         ),
+        (b"1\0x\0", Ended(exit_code=LOST, stdout=b"49", stderr=b""), b"125\n", "let itself be traced"),
     ],
 )
 async def test_what_cannot_be_answered_is_explained(

@@ -10,7 +10,7 @@ from evaluators_kit import finished
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.core.ports import Clock, Ended, Runtime, TimedEnd, TimedProgram
+from polarnode.core.ports import LOST, Clock, Ended, Runtime, TimedEnd, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import program_cases
 from polarnode.evaluators.program_cases import Expected, difference
@@ -178,6 +178,12 @@ async def test_all_cases_must_pass_or_their_weights_count() -> None:
     }
     assert (await judged(SaidClock(), *cases, score="fraction")).reward == 0.75
     assert (await judged(SaidClock(), cases[0])) == Verdict(reward=1.0, metrics={"cases": 1, "passed": 1})
+
+
+async def test_a_lost_exit_code_fails() -> None:
+    verdict = await judged(SaidClock(), {"argv": [str(LOST), "49"], "exit_code": None, "stdout": "49"})
+    assert verdict.reward == 0.0
+    assert "let itself be traced" in str(verdict.metrics["failed"])
 
 
 async def test_no_expected_value_reaches_a_program_or_the_metrics() -> None:

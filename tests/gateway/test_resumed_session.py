@@ -128,6 +128,15 @@ async def test_the_prompt_of_a_resumed_request_is_the_recorded_one(
     assert (found.fork.resumed.fault(), found.ended) == (None, [])
 
 
+@pytest.mark.parametrize("path", list(DIALECTS))
+async def test_resumed_twice_at_one_turn(autojump_clock: trio.testing.MockClock, path: str) -> None:
+    found = await forked(path)
+    assert (await found.ask(marked(path, marked(path, found.histories[TURN])))).status == 200
+    assert prompts(found.engine.orders)[-1] == prompts(found.engine.orders)[TURN]
+    assert found.fork.resumed is not None
+    assert found.fork.resumed.fault() is None
+
+
 @pytest.mark.parametrize("path", [MESSAGES, GEMINI])
 async def test_a_marker_in_the_message_of_a_result_goes_alone(
     autojump_clock: trio.testing.MockClock, path: str

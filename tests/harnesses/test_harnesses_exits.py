@@ -5,6 +5,7 @@ from attrs import evolve
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, FinishReason, TextPart, ToolCall
+from polarnode.core.ports import LOST
 from polarnode.core.trajectory import Turn, TurnRole, TurnState
 from polarnode.harnesses import harness, shell
 from polarnode.harnesses.harness import exit_outcome
@@ -58,6 +59,7 @@ def turn(
         (1, [turn(finish="stop_string")], "completed", "its work was done"),
         (1, [turn(calls=True, finish="tool_calls")], "failed", "exit code 1"),
         (1, [turn(finish="length")], "failed", "exit code 1"),
+        (LOST, [turn()], "failed", "it let itself be traced"),
         (1, [turn(state="failed")], "error", "exit code 1"),
         (1, [turn(state="failed"), turn(state="partial")], "failed", "exit code 1"),
         (

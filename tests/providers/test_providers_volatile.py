@@ -114,6 +114,17 @@ def test_what_claude_tells_of_its_environment_goes_with_the_marker_alone() -> No
     assert without_marker((*TALK, marker, other)) == (*TALK, other)
 
 
+@pytest.mark.parametrize("times", [2, 3])
+def test_markers_beside_each_other(times: int) -> None:
+    """A fork by resume that is forked by resume at its own first turn has a marker for each."""
+    update = Message(role="system", text="# Environment update\n - Is a git repository: true (was false)")
+    marker, told = user(RESUME_MARKER), (user(RESUME_MARKER), update)
+    assert without_marker((*TALK, *[marker] * times)) == TALK
+    assert without_marker((*TALK, *[DID_NOTHING, marker] * times, CALLED)) == (*TALK, CALLED)
+    assert without_marker((*TALK, *told * times, RESULT)) == (*TALK, RESULT)
+    assert without_marker((*TALK, user("\n\n".join([RESUME_MARKER] * times)))) == TALK
+
+
 @pytest.mark.parametrize(
     ("text", "rest"),
     [
