@@ -211,8 +211,12 @@ ROWS: Final = (
         syntax="json",
     ),
     FamilyRow(
-        name="qwen3_xml",  # Qwen3-Coder, Qwen3.5, Qwen3.6
-        written=(f"<tool_call>\n{_XML}\n</tool_call>{_IM}user\n",),
+        # Qwen3-Coder, Qwen3.5, Qwen3.6; Nemotron 3 nano, super and ultra, whose calls end with a newline
+        name="qwen3_xml",
+        written=(
+            f"<tool_call>\n{_XML}\n</tool_call>{_IM}user\n",
+            f"<tool_call>\n{_XML}\n</tool_call>\n{_IM}user\n",
+        ),
         prompts=(
             f"y{_IM}assistant\n",
             f"y{_IM}assistant\n<think>\n",
@@ -258,15 +262,26 @@ ROWS: Final = (
         stops=("<|end_of_text|>",),
     ),
     FamilyRow(
-        # GLM 4.5, 4.6: a turn is ended by the header of the next, which the model itself samples
+        # GLM 4.5 and 4.6; 4.7 and 5, which write a call in one line and open the thought. A turn is ended by
+        # the header of the next, which the model itself samples
         name="glm4",
         written=(
             (
                 "<tool_call>look\n<arg_key>b</arg_key>\n<arg_value>1</arg_value>\n"
                 "<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</tool_call><|user|>"
             ),
+            (
+                "<tool_call>look<arg_key>b</arg_key><arg_value>1</arg_value>"
+                "<arg_key>a</arg_key><arg_value>x</arg_value></tool_call><|user|>"
+            ),
         ),
-        prompts=("y<|assistant|>", "y<|assistant|>\n<think></think>"),
+        prompts=(
+            "y<|assistant|>",
+            "y<|assistant|>\n<think></think>",
+            "y<|assistant|><think>",
+            "y<|assistant|></think>",
+            "y<|assistant|><think></think>",
+        ),
         turn_end=None,
         turn_starts=("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"),
         boundaries=("<|user|>", "<|observation|>"),
@@ -359,14 +374,18 @@ ROWS: Final = (
         refuses={"tool": "does not end the calls that a result answers"},
     ),
     FamilyRow(
-        name="kimi_k2",
+        name="kimi_k2",  # K2, K2 Thinking, K2.5, K2.6
         written=(
             (
                 f"<|tool_call_begin|>c0<|tool_call_argument_begin|>{_OBJECT}<|tool_call_end|>"
                 "<|tool_calls_section_end|><|im_end|><|im_user|>user"
             ),
         ),
-        prompts=("<|im_assistant|>assistant<|im_middle|>",),
+        prompts=(
+            "<|im_assistant|>assistant<|im_middle|>",
+            "<|im_assistant|>assistant<|im_middle|><think>",
+            "<|im_assistant|>assistant<|im_middle|><think></think>",
+        ),
         turn_end="<|im_end|>",
         turn_starts=("<|im_user|>", "<|im_assistant|>", "<|im_system|>"),
         stops=("[EOS]",),

@@ -49,6 +49,10 @@ _QWEN = (
 )
 _QWEN_CALL = ("<tool_call>", "</tool_call>")
 _QWEN3 = (*_QWEN, *_QWEN_CALL, "<tool_response>", "</tool_response>", "<think>", "</think>")
+_NEMOTRON = (
+    *("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+)
 _LLAMA = (
     *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *(
@@ -223,7 +227,17 @@ FAMILIES = {
     "llama3_2": FamilyFixture(
         row="llama3", template="llama3_2", control=_LLAMA, bos="<|begin_of_text|>", eos="<|eot_id|>"
     ),
+    "nemotron_3_nano": FamilyFixture(
+        row="qwen3_xml", template="nemotron_3_nano", control=_NEMOTRON, bos="<s>", eos="<|im_end|>"
+    ),
+    "nemotron_3_super": FamilyFixture(
+        row="qwen3_xml", template="nemotron_3_super", control=_NEMOTRON, bos="<s>", eos="<|im_end|>"
+    ),
+    "nemotron_3_ultra": FamilyFixture(
+        row="qwen3_xml", template="nemotron_3_ultra", control=_NEMOTRON, bos="<s>", eos="<|im_end|>"
+    ),
     "glm4": FamilyFixture(row="glm4", template="glm4moe", control=_GLM, eos="<|endoftext|>"),
+    "glm5": FamilyFixture(row="glm4", template="glm5", own=True, control=_GLM, eos="<|endoftext|>"),
     "gptoss": FamilyFixture(
         row="gptoss", template="gptoss", control=_HARMONY, bos="<|startoftext|>", eos="<|return|>"
     ),
@@ -247,6 +261,14 @@ FAMILIES = {
     ),
     "kimi_k2": FamilyFixture(
         row="kimi_k2", template="kimi_k2", own=True, control=_KIMI, bos="[BOS]", eos="[EOS]"
+    ),
+    "kimi_k2_5": FamilyFixture(
+        row="kimi_k2",
+        template="kimi_k2_5",
+        own=True,
+        control=(*_KIMI, "<think>", "</think>"),
+        bos="[BOS]",
+        eos="[EOS]",
     ),
     "minimax_m2": FamilyFixture(
         row="minimax_m2", template="minimax_m2", own=True, control=_MINIMAX, bos="]~!b[", eos="[e~["

@@ -5,6 +5,7 @@ A difference that is no longer one fails, so that the list stays true.
 """
 
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -46,6 +47,13 @@ REASONERS = {
     "braces": "gemma4",
     "harmony": "gpt-oss",
 }
+# GLM 4.7 and 5 write a call in one line; Nemotron 3 a newline after each
+ONE_LINE = [
+    re.sub(r"\n(?=</?(?:arg_key|arg_value|tool_call)>)", "", WRITERS["arg_xml"](calls)) for calls in cases()
+]
+LAST_NEWLINE = [WRITERS["function_xml"](calls) + "\n" for calls in cases()]
+
+
 # ── where SGLang is wrong ─────────────────────────────────────────────────────
 
 
@@ -194,6 +202,9 @@ def sglang() -> dict[tuple[str | None, str | None, str], dict[str, Any]]:
     texts += [(DETECTORS[each.syntax], None, each.text) for each in DIFFERENCES] + [
         (DETECTORS[name], None, text) for name, text in LENIENT
     ]
+    texts += [("glm47", None, text) for text in ONE_LINE] + [
+        ("qwen3_coder", None, text) for text in LAST_NEWLINE
+    ]
     texts += [(None, REASONERS[name], thought(name)) for name in REASONERS]
     tools = [[tool.name, dict(tool.parameters)] for tool in TOOLS]
     asked = [
@@ -233,6 +244,16 @@ def test_what_a_template_writes_both_read_the_same(name: str) -> None:
         expected = [[name, arguments] for name, arguments in calls]
         assert ours(name, text) == expected
         assert theirs(name, text) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("syntax", "detector", "texts"),
+    [("arg_xml", "glm47", ONE_LINE), ("function_xml", "qwen3_coder", LAST_NEWLINE)],
+)
+def test_later_models_calls_are_the_same(syntax: str, detector: str, texts: list[str]) -> None:
+    for calls, text in zip(cases(), texts, strict=True):
+        expected = [[name, arguments] for name, arguments in calls]
+        assert ours(syntax, text) == sglang()[detector, None, text]["calls"] == expected
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: f"{each.syntax}: {each.why}")
