@@ -441,7 +441,7 @@ def test_before_which_messages_a_template_drops_thoughts(name: str, drops: set[s
     }
     assert {role for role, messages in new.items() if template.drops_thinking_before(messages)} == drops
     # which drops the thoughts before calls when an answer comes behind them, not a question
-    if name != "gptoss":
+    if name not in ("gptoss", "kimi_k2_5"):
         assert template.drops_thinking_before((*new["tool"], *new["user"]))
 
 
