@@ -129,11 +129,13 @@ class Sampling:
 @frozen(kw_only=True)
 class Constraint:
     """What the visible answer must match; the engine enforces it token by token. `text` is in the language
-    `kind`; a JSON Schema is JSON text.
+    `kind`; a JSON Schema is JSON text. `path` is the client's field that has it, for a refusal; it makes no
+    other constraint.
     """
 
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
+    path: str | None = field(default=None, eq=False)
 
 
 @frozen(kw_only=True)

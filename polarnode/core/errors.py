@@ -55,6 +55,12 @@ class ContextTooLong(Refused):
         self.limit = limit
 
 
+class EngineRefusal(Refused):
+    """The engine refuses the request itself, such as a grammar that does not compile. The engine is well, and
+    trying again gives the same.
+    """
+
+
 class ForkError(Refused):
     """A session that was to go on from a state of another one and is not in that state. Trying again gives
     the same.

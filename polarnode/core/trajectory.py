@@ -32,7 +32,7 @@ from polarnode.core.task import ForkWay
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────
 
 TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
-# partial: the client disconnected or aborted; failed: an engine fault
+# partial: the client disconnected or aborted; failed: the engine gave no whole answer
 TurnState = Literal["complete", "partial", "failed"]
 TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
 
@@ -103,6 +103,7 @@ class Turn:
     logprobs: Float32Array = field(metadata=FULL)
     version_spans: tuple[VersionSpan, ...] = field(default=(), metadata=FULL)
     finish_reason: FinishReason = "stop"
+    refused: bool = False  # it failed because of what its client asked for, and not because of the engine
     # hash of the request, to recognise a retry
     request_key: str = field(default="", metadata=FULL)
     # lineage key of the request's whole path, so that a session can be rebuilt from its turns

@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import FinishReason, Json, Sampling
-from polarnode.core.errors import ContextTooLong, EngineError
+from polarnode.core.errors import ContextTooLong, EngineError, EngineRefusal
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import VersionSpan
 from polarnode.engine.protocol import Generate, Piece, Routed
@@ -173,7 +173,7 @@ class Call:
     _cached: int = field(default=0, init=False)
     _served_cached: int = field(default=0, init=False)  # the most that was reported
     _finish: FinishReason | None = field(default=None, init=False)
-    _error: EngineError | None = field(default=None, init=False)
+    _error: EngineError | EngineRefusal | None = field(default=None, init=False)
     _spans: list[VersionSpan] = field(factory=list, init=False)
     _length: int = field(default=0, init=False)
     _first_at: float | None = field(default=None, init=False)  # when its first tokens came
@@ -261,7 +261,7 @@ class Call:
             return f"routed experts of another shape, or from {part.start} on where {due} is due"
         return None
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: EngineError | EngineRefusal) -> None:
         """Fail the call. Chunks that arrived before are still delivered first."""
         self.over, self._error = True, error
         self._arrived.set()

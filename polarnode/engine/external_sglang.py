@@ -50,6 +50,7 @@ ANSWER_BYTES = (
     64 << 20
 )  # of one chunk: routed experts of 128k tokens on 48 layers of 8 are 200 MB, of 40k 64 MB
 REASON_CHARS = 300  # characters of a server's own sentence in one of ours
+REFUSALS = frozenset((400, 413, 422))  # statuses by which a server finds fault with what it was asked
 COMMON = 1000  # ids below it are in every vocabulary that a model is served with
 LEAST_CONTEXT = 16  # tokens: less than this is a server of something else
 
@@ -108,7 +109,7 @@ class AnswerReader:
             constrained=not CONSTRAINTS.isdisjoint(self.order.sampling),
         )
         if isinstance(found, Failed):
-            return [self.fail(found.message, found.retryable)]
+            return [self.fail(found.message, found.retryable, found.refused)]
         self.sent, self.over = total, found.finish is not None
         found = self._named(found, str(meta.get("weight_version", "")))
         return [*self._experts(found, meta), found] if self.over else [found]
@@ -144,9 +145,10 @@ class AnswerReader:
             raise ValueError(rows.message)
         return rows
 
-    def fail(self, message: str, retryable: bool) -> Failed:
+    def fail(self, message: str, retryable: bool, refused: bool = False) -> Failed:
         self.over = self.failed = True
-        return Failed(rid=self.order.rid, message=f"{self.wanted.url}: {message}", retryable=retryable)
+        sentence = f"{self.wanted.url}: {message}"
+        return Failed(rid=self.order.rid, message=sentence, retryable=retryable, refused=refused)
 
 
 def _numbers(entries: Sequence[Sequence[Any]]) -> list[tuple[float]]:
@@ -171,12 +173,15 @@ def _label(event: Mapping[str, Any]) -> str | None:
     return str(meta.get("weight_version", "")) if isinstance(meta, dict) else None
 
 
-def _reason(error: object) -> tuple[str, bool]:
-    """The sentence of an error in a stream, and whether another attempt may succeed."""
+def _reason(error: object) -> tuple[str, bool, bool]:
+    """The sentence of an error in a stream, whether another attempt may succeed, and whether the request is
+    at fault.
+    """
     if isinstance(error, dict):
         code = error.get("code")
-        return str(error.get("message"))[:REASON_CHARS], isinstance(code, int) and code >= 500
-    return str(error)[:REASON_CHARS], False
+        server = isinstance(code, int) and code >= 500
+        return str(error.get("message"))[:REASON_CHARS], server, code in REFUSALS
+    return str(error)[:REASON_CHARS], False, False
 
 
 def generate_body(order: Generate, *, deterministic: bool) -> bytes:
@@ -298,7 +303,9 @@ class HttpApi:
                 if response.status_code == 200:
                     await _read(response, answer, take, enough)
                 else:
-                    send(answer.fail(*refusal(response.status_code, await response.aread())))
+                    status = response.status_code
+                    sentence, retryable = refusal(status, await response.aread())
+                    send(answer.fail(sentence, retryable, refused=status in REFUSALS))
         if not answer.over:
             raise ServerUnreachable(f"{self._url} ended the stream of an answer early")
 
@@ -472,7 +479,7 @@ class SglangServer(HttpApi):
                 f"{self._url}: the constraint begins after a thought, which this server does not see: start"
                 " it with --reasoning-parser, or ask without thinking"
             )
-            send(Failed(rid=order.rid, message=sentence, retryable=False))
+            send(Failed(rid=order.rid, message=sentence, retryable=False, refused=True))
             return
         answer = AnswerReader(order, self.versions, self.wanted)
         body = generate_body(order, deterministic=bool(self._facts.get("enable_deterministic_inference")))

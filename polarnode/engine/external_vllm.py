@@ -239,7 +239,8 @@ class VllmServer(HttpApi):
         try:
             body = generate_body(order)
         except ValueError as error:
-            send(Failed(rid=order.rid, message=f"{self._url}: {error}", retryable=False))
+            sentence = f"{self._url}: {error}"
+            send(Failed(rid=order.rid, message=sentence, retryable=False, refused=True))
             return
         answer = AnswerReader(order, self.versions, self.wanted)
         take = partial(self._take, answer, send)

@@ -17,7 +17,7 @@ from pathlib import Path
 import trio
 from attrs import define, evolve, field, frozen
 
-from polarnode.core.errors import EngineError
+from polarnode.core.errors import EngineError, EngineRefusal
 from polarnode.core.ports import GenerateOrder, RowScores, ScoreOrder
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
@@ -447,9 +447,10 @@ class Host:
                 if (row := self._score_over(rid)) is not None:
                     row.take(message)
             case Failed(rid=rid, message=text, retryable=retryable):
-                error = EngineError(f"the engine refused the request: {text}", retryable=retryable)
+                sentence = f"the engine refused the request: {text}"
+                error = EngineError(sentence, retryable=retryable)
                 if rid in self._calls:
-                    self._over(rid).fail(error)
+                    self._over(rid).fail(EngineRefusal(sentence) if message.refused else error)
                 elif (row := self._score_over(rid)) is not None:
                     row.fail(error)
             case Done():

@@ -368,11 +368,14 @@ class Scored:
 
 @frozen(kw_only=True)
 class Failed:
-    """A generation, or the scoring of a row, that failed, and why."""
+    """A generation, or the scoring of a row, that failed, and why. `refused`: because of what its client
+    asked for, so that the engine is not at fault.
+    """
 
     rid: str
     message: str
     retryable: bool
+    refused: bool = False
 
 
 @frozen(kw_only=True)

@@ -25,7 +25,7 @@ from attrs import define, evolve, field, frozen
 from hypercorn.typing import ASGIReceiveCallable
 
 from polarnode.core.conversation import Conversation, Message, ModelRequest, Tool
-from polarnode.core.errors import Busy, EngineError, Refused
+from polarnode.core.errors import Busy, EngineError, EngineRefusal, Refused
 from polarnode.core.ports import Chunk, Engine, Tokenizer, WithheldChunks
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import (
@@ -509,7 +509,7 @@ class ModelCall:
                 self.incoming.session.waited(trio.current_time() - began)
                 await self._take(exchange, choice, chunks)
             return
-        except EngineError as error:
+        except (EngineError, EngineRefusal) as error:
             failed: Event = EngineFailed(error=error, at=trio.current_time(), choice=choice)
         except Refused as error:  # the engine's limits are lower than it reported
             failed = RequestRefused(error=error)

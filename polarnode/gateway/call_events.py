@@ -10,7 +10,7 @@ from attrs import field, frozen
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Answer, ModelRequest, Usage
-from polarnode.core.errors import Busy, EngineError, Refused
+from polarnode.core.errors import Busy, EngineError, EngineRefusal, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn
 from polarnode.merge.attach import Plan
@@ -84,8 +84,8 @@ class PromptRendered:
 
 @frozen(kw_only=True)
 class RequestRefused:
-    """The lineages, the chat template or the engine refuse this request, or its session has no room for the
-    prompt now.
+    """The lineages or the chat template refuse this request, its prompt is too long for the engine, or its
+    session has no room for the prompt now.
     """
 
     error: Refused | Busy
@@ -102,9 +102,9 @@ class Produced:
 
 @frozen(kw_only=True)
 class EngineFailed:
-    """The engine failed this generation."""
+    """The engine failed this generation, or refused it because of what was asked for."""
 
-    error: EngineError
+    error: EngineError | EngineRefusal
     at: float
     choice: int = 0
 

@@ -134,7 +134,8 @@ def check_constraint(constraint: Constraint) -> None:
     if len(constraint.text) > CONSTRAINT_CHARS:
         raise Refused(
             f"what the answer must match has {len(constraint.text)} characters: send at most"
-            f" {CONSTRAINT_CHARS}"
+            f" {CONSTRAINT_CHARS}",
+            path=constraint.path,
         )
     waiting: list[Json] = [read_json(constraint.text.encode())] if constraint.kind == "json_schema" else []
     while waiting:
@@ -142,7 +143,8 @@ def check_constraint(constraint: Constraint) -> None:
         if isinstance(value, dict) and len(value) > CONSTRAINT_MEMBERS:
             raise Refused(
                 f"the JSON schema of the answer has an object of {len(value)} members: give each at most"
-                f" {CONSTRAINT_MEMBERS}"
+                f" {CONSTRAINT_MEMBERS}",
+                path=constraint.path,
             )
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 

@@ -157,7 +157,8 @@ class Counters:
     """What a session has used. `turns` counts every recorded turn, including `failed`, `partial`, `resumed`
     and inherited ones.
 
-    `replayed` counts responses sent again, `prewarmed` requests for no generation; neither is a turn.
+    `failed` are those that the engine failed, not those that it refused. `replayed` counts responses sent
+    again, `prewarmed` requests for no generation; neither is a turn.
     """
 
     turns: int = 0
@@ -358,7 +359,7 @@ class LiveSession:
     def _note(self, turn: Turn) -> None:
         self.carrier.add(turn)
         self.counters.turns += 1
-        self.counters.failed += turn.state == "failed"
+        self.counters.failed += turn.state == "failed" and not turn.refused
         self.counters.partial += turn.state == "partial"
         self.counters.resumed += turn.reason == RESUMED
         if turn.index < self.inherited:

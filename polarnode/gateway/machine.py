@@ -29,7 +29,7 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.core.errors import ContextTooLong, EngineError
+from polarnode.core.errors import ContextTooLong, EngineError, EngineRefusal, Refused, shortened
 from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import TurnState
 from polarnode.gateway.call_events import (
@@ -59,8 +59,9 @@ from polarnode.gateway.call_events import (
     StartGeneration,
     UndeliveredResponse,
 )
-from polarnode.gateway.sample import AnswerParser, Sample, order_of, request_ids, turn_of
+from polarnode.gateway.sample import NOTE_CHARS, AnswerParser, Sample, order_of, request_ids, turn_of
 from polarnode.merge.attach import Plan
+from polarnode.merge.figures import REFUSED
 from polarnode.providers.contract import (
     JSON_TYPE,
     Dialect,
@@ -160,6 +161,17 @@ SESSION_OVER: Final = Fault(
 CANCELLED: Final = Fault(
     kind="cancelled", message="the generation was ended for new weights or by an operator: ask again"
 )
+
+
+def refusal_of(error: EngineRefusal, request: ModelRequest) -> Fault:
+    """The fault of a request that the engine refuses. Sampling parameters are checked as they are read, so
+    it is about the constraint, where there is one.
+    """
+    constraint = request.constraint
+    if constraint is None:
+        return Fault.of(error)
+    sentence = f"{error}: mend what the answer must match, or leave it out"
+    return Fault.of(Refused(sentence, path=constraint.path))
 
 
 @frozen(kw_only=True)
@@ -353,15 +365,21 @@ class Exchange:
             yield Send(data + self._writer.end(answers, usage), self._writer.content_type)
             yield EndStream()
 
-    def _failed(self, choice: int, error: EngineError, at: float) -> Iterator[Command]:
+    def _failed(self, choice: int, error: EngineError | EngineRefusal, at: float) -> Iterator[Command]:
         if not self._samples:
             raise ValueError("an exchange is rendered before the engine can fail it")
-        if self._samples[choice].answer is None:
+        if self._samples[choice].answer is not None:
+            return
+        if isinstance(error, EngineError):
             fault = Fault(kind="engine_failed", message=f"the model's engine failed: {error}")
             yield from self._lost(choice, "error", fault, at)
+            return
+        fault = refusal_of(error, self._call.request)
+        yield CountRefusal(fault)
+        yield from self._lost(choice, "error", fault, at)
 
     def _lost(self, choice: int, reason: FinishReason, fault: Fault, at: float) -> Iterator[Command]:
-        """End the call when one sample is lost by no fault of its client: the whole call fails, and the other
+        """End the call when the engine loses or refuses one sample: the whole call fails, and the other
         samples are cut.
 
         What was sampled before an abort (new weights, an operator) is recorded as partial: the client is
@@ -371,7 +389,8 @@ class Exchange:
         for place, sample in list(self._in_progress()):
             lost = place == choice and not (reason == "abort" and sample.ids)
             sample.finish(reason if place == choice else "abort")
-            yield self._record(sample, "failed" if lost else "partial", at)
+            refused = fault if lost and fault.kind == "bad_request" else None
+            yield self._record(sample, "failed" if lost else "partial", at, refused)
         yield from self._broken(fault)
 
     def _cut(self, at: float, fault: Fault | None) -> Iterator[Command]:
@@ -434,10 +453,15 @@ class Exchange:
     def _in_progress(self) -> Iterator[tuple[int, Sample]]:
         return ((choice, sample) for choice, sample in enumerate(self._samples) if sample.answer is None)
 
-    def _record(self, sample: Sample, state: TurnState, at: float) -> RecordTurn:
+    def _record(
+        self, sample: Sample, state: TurnState, at: float, refusal: Fault | None = None
+    ) -> RecordTurn:
         if self._requested is None:
             raise ValueError("an exchange begins with Requested")
         turn = turn_of(sample, self._requested, session_id=self.terms.session_id, state=state, at=at)
+        if refusal is not None:
+            note = f"{REFUSED}: {shortened(refusal.message, NOTE_CHARS)}"
+            turn = evolve(turn, refused=True, notes=(*turn.notes, note))
         return RecordTurn(turn, state == "partial" and bool(turn.sampled) and resumable(sample.request))
 
     def _usage(self) -> Usage:

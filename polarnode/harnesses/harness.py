@@ -150,10 +150,10 @@ def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Out
 
 def lost_its_engine(turns: Sequence[Turn]) -> bool:
     """Whether the engine failed the main agent's last call. A failed call that was retried and answered does
-    not count.
+    not count, nor does one that the engine refused because of what the agent asked for.
     """
     last = _last_main(turns)
-    return last is not None and last.state == "failed"
+    return last is not None and last.state == "failed" and not last.refused
 
 
 def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:

@@ -34,6 +34,7 @@ RESUMED: Final = "resumed"  # the turn continues the cut sample of another turn
 CLOSED: Final = "closed"  # the parent's sample had no turn end and was closed
 THINKING: Final = "thinking"  # which thinking the model was shown, under the thinking policy `template`
 REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
+REFUSED: Final = "refused"  # the engine refused what the request asked for
 WORDS: Final = (
     EDITED,
     AMBIGUOUS,
@@ -45,6 +46,7 @@ WORDS: Final = (
     RESUMED,
     CLOSED,
     THINKING,
+    REFUSED,
 )
 
 KEPT: Final = "its tokens are kept"  # the end of a note on an edit

@@ -69,12 +69,15 @@ def error(fault: Fault, *, conversation: str) -> Reply:
     """The whole reply. `param` is the field's path without its `$.`, as OpenAI writes it; `conversation`
     names the field that can be too long.
     """
+    body = error_body(fault, conversation=conversation)
+    return error_reply(fault_row(fault.kind).status, body, fault)
+
+
+def error_body(fault: Fault, *, conversation: str | None = None) -> Json:
+    """The error object, the same in a reply and in a stream's last chunk."""
     found = fault_row(fault.kind)
     param = conversation if fault.kind == "context_too_long" else fault.path and fault.path.removeprefix("$.")
-    body: Json = {
-        "error": {"message": message(fault), "type": found.type, "param": param, "code": found.code}
-    }
-    return error_reply(found.status, body, fault)
+    return {"error": {"message": message(fault), "type": found.type, "param": param, "code": found.code}}
 
 
 def models(served: ServedModel) -> bytes:

@@ -18,6 +18,7 @@ from polarnode.engine.embedded import building, control, lifeline
 from polarnode.engine.embedded.control import (
     AFTER,
     IMPOSSIBLE,
+    LATE_GRAMMAR,
     NOTHING_TO_SAMPLE,
     piece,
     request,
@@ -62,6 +63,8 @@ def test_the_last_chunk_has_its_finish_and_its_spans() -> None:
     [
         ({"type": "length", "length": 1}, "length"),
         ({"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}, "abort"),
+        # so SGLang ends a request whose grammar it still compiles
+        ({"type": "abort", "message": "Aborted by AbortReq.", "status_code": 400}, "abort"),
     ],
 )
 def test_other_ends_keep_their_names(finish: dict[str, Any], kind: str) -> None:
@@ -71,31 +74,38 @@ def test_other_ends_keep_their_names(finish: dict[str, Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finish", "sentence", "retryable"),
+    ("finish", "sentence", "retryable", "refused"),
     [
-        ({"type": "stop", "matched": "NaN happened"}, "NaN logits", False),
-        ({"type": "abort", "message": "too long", "status_code": 400}, "too long", False),
+        ({"type": "stop", "matched": "NaN happened"}, "NaN logits", False, False),
+        ({"type": "abort", "message": "Failed to compile", "status_code": 400}, "compile", False, True),
         (
             {"type": "abort", "message": "Grammar accept_token failed: Tokens", "status_code": 500},
             "nothing to sample",
             False,
+            True,
         ),
-        ({"type": "abort", "message": "queue is full", "status_code": 503}, "queue is full", True),
+        ({"type": "abort", "message": "queue is full", "status_code": 503}, "queue is full", True, False),
+        (
+            {"type": "abort", "message": f"{LATE_GRAMMAR}: req.grammar_key=('a',)", "status_code": 400},
+            LATE_GRAMMAR,
+            True,
+            False,
+        ),
     ],
 )
 def test_an_end_that_is_none_of_ours_is_a_failure(
-    finish: dict[str, Any], sentence: str, retryable: bool
+    finish: dict[str, Any], sentence: str, retryable: bool, refused: bool
 ) -> None:
     found = piece(RID, [5], meta([-0.5], finish))
     assert isinstance(found, Failed)
     assert sentence in found.message
-    assert found.retryable is retryable
+    assert (found.retryable, found.refused) == (retryable, refused)
 
 
 def test_a_constraint_that_allows_no_token_fails_its_call_with_the_reason() -> None:
     """SGLang samples a token all the same, with the logprob NaN, and aborts in its next chunk."""
     found = piece(RID, [5], meta([float("nan")]), constrained=True)
-    assert found == Failed(rid=RID, message=NOTHING_TO_SAMPLE, retryable=False)
+    assert found == Failed(rid=RID, message=NOTHING_TO_SAMPLE, retryable=False, refused=True)
     assert isinstance(piece(RID, [5], meta([-0.5]), constrained=True), Piece)
 
 

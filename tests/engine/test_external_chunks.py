@@ -85,6 +85,12 @@ def test_alternatives_follow_their_tokens_in_a_sample_so_far() -> None:
         (chunk([6], 1, output_token_logprobs=None), "skipped tokens", True),
         ({"error": {"message": "too long", "code": 400}}, "too long", False),
         ({"error": {"message": "draining", "code": 503}}, "draining", True),
+        ({"error": {"message": "who are you", "code": 401}}, "who are you", False),
+        (
+            chunk([], 0, finish_reason={"type": "abort", "message": "no grammar", "status_code": 400}),
+            "no grammar",
+            False,
+        ),
         ({"text": "x"}, "a chunk of another shape", True),
         (chunk([], 0, finish_reason={"type": "abort", "message": "out", "status_code": 503}), "out", True),
         (chunk([6], 1, finish_reason={"type": "stop", "matched": "NaN happened"}), "NaN logits", False),
@@ -96,6 +102,7 @@ def test_what_does_not_fit_is_a_failure_of_the_call(event: dict[str, Any], why: 
     assert why in found.message
     assert URL in found.message
     assert (found.retryable, reads.failed) == (again, True)
+    assert found.refused == (why in ("too long", "no grammar"))
 
 
 def test_an_abort_without_tokens_ends_the_call_where_it_was() -> None:

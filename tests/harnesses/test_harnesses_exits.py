@@ -20,6 +20,7 @@ def turn(
     state: TurnState = "complete",
     finish: FinishReason = "stop",
     calls: bool = False,
+    refused: bool = False,
 ) -> Turn:
     said = ToolCall(id="call1", name="bash", arguments="{}") if calls else TextPart(text="done")
     return Turn(
@@ -32,6 +33,7 @@ def turn(
         reason="first",
         role=role,
         state=state,
+        refused=refused,
         prompt_delta=ids([1]),
         prompt_length=1,
         sampled=ids([2]),
@@ -48,6 +50,9 @@ def turn(
         (0, [turn(role="auxiliary")], "failed", "never called its model"),
         (0, [turn(), turn(state="failed")], "error", "the engine failed the harness's last call"),
         (0, [turn(state="failed"), turn(role="auxiliary")], "error", "the engine failed"),
+        (0, [turn(), turn(state="failed", refused=True)], "failed", "without a whole answer"),
+        (1, [turn(), turn(state="failed", refused=True)], "failed", "exit code 1"),
+        (1, [turn(state="failed"), turn(state="failed", refused=True)], "failed", "exit code 1"),
         (0, [turn(), turn(state="partial")], "failed", "without a whole answer"),
         (0, [turn(state="failed"), turn()], "completed", None),
         (

@@ -13,7 +13,7 @@ from tokens_kit import model
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import FinishReason, Sampling
-from polarnode.core.errors import EngineError
+from polarnode.core.errors import EngineError, EngineRefusal
 from polarnode.core.ports import Chunk, Engine, GenerateOrder
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn, VersionSpan
@@ -63,7 +63,7 @@ class HandEngine:
     def give(self, *pieces: str, finish: FinishReason | None = None) -> None:
         self.channel[0].send_nowait((spelled(*pieces), finish))
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: EngineError | EngineRefusal) -> None:
         self.channel[0].send_nowait(error)
 
     @asynccontextmanager
@@ -85,7 +85,7 @@ class HandEngine:
 
     async def __anext__(self) -> Chunk:
         found = await self.channel[1].receive()
-        if isinstance(found, EngineError):
+        if isinstance(found, EngineError | EngineRefusal):
             raise found
         tokens, finish = found
         self.given += tokens

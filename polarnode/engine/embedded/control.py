@@ -54,6 +54,10 @@ IMPOSSIBLE = -9999.0
 CONSTRAINTS = frozenset(("json_schema", "regex", "ebnf", "structural_tag"))  # among sampling parameters
 UNUSED_INTERVAL = 0.02  # seconds between looks at whether an adapter's last request is over
 NOTHING_TO_SAMPLE = "the constraint leaves nothing to sample: no text can match it from here on"
+# what SGLang says, with the status of a bad request, of a request that was aborted while its grammar was
+# compiled, and of one whose grammar was not compiled in a minute
+ABORTED = "Aborted by AbortReq."
+LATE_GRAMMAR = "Grammar preprocessing timed out"
 
 
 def request(order: Generate, *, sessions: bool = False) -> dict[str, Any]:
@@ -103,8 +107,8 @@ def score_request(order: Score) -> dict[str, Any]:
 
 def scored(order: Score, meta: Mapping[str, Any], version: str) -> Scored | Failed:
     """The end of a scored row, from SGLang's last chunk. Its logprobs must be of the row's own ids."""
-    if problem := _problem(meta.get("finish_reason") or {"type": "length"}):
-        return Failed(rid=order.rid, message=problem[0], retryable=problem[1])
+    if problem := _problem(order.rid, meta.get("finish_reason") or {"type": "length"}):
+        return problem
     entries = meta.get("input_token_logprobs") or []
     ids = array("i", order.row)[order.start - 1 :]
     # SGLang reports 0 in place of the last id of the vocabulary
@@ -134,8 +138,10 @@ def piece(
     What an adapter samples has its version; SGLang reports that of the base, which does not change meanwhile.
     """
     finish = meta.get("finish_reason")
-    if finish is not None and (problem := _problem(finish)):
-        return Failed(rid=rid, message=problem[0], retryable=problem[1])
+    if finish is not None and (problem := _problem(rid, finish)):
+        return problem
+    if finish is not None and finish.get("message") == ABORTED:
+        return Piece(rid=rid, ids=b"", logprobs=b"", version=adapter, finish="abort")
     logprobs = array("f", [entry[0] for entry in meta.get("output_token_logprobs") or ()])
     if len(logprobs) != len(ids):
         return Failed(
@@ -144,7 +150,7 @@ def piece(
             retryable=True,
         )
     if constrained and not isfinite(sum(logprobs)):
-        return Failed(rid=rid, message=NOTHING_TO_SAMPLE, retryable=False)
+        return Failed(rid=rid, message=NOTHING_TO_SAMPLE, retryable=False, refused=True)
     others = (
         [entry for token in meta.get("output_top_logprobs") or () for entry in token or ()]
         if top_logprobs
@@ -224,14 +230,24 @@ def _unrouted(order: Generate, message: str) -> Failed:
     return Failed(rid=order.rid, message=message, retryable=True)
 
 
-def _problem(finish: Mapping[str, Any]) -> tuple[str, bool] | None:
-    if finish["type"] == "abort" and str(finish.get("message")).startswith("Grammar accept_token failed"):
-        return NOTHING_TO_SAMPLE, False
-    if finish["type"] == "abort" and (status := finish.get("status_code")) is not None:
-        return str(finish.get("message")), int(status) >= 500
-    if finish["type"] == "stop" and not isinstance(finish.get("matched"), int):
-        return f"the engine stopped on {finish.get('matched')!r}: the weights gave NaN logits", False
-    return None
+def _problem(rid: str, finish: Mapping[str, Any]) -> Failed | None:
+    """The failure that a finish reason reports. What SGLang ends with a status below 500 is the fault of what
+    was asked for, unless it only waited too long behind the grammars of others.
+    """
+    kind, message, status = finish["type"], str(finish.get("message")), finish.get("status_code")
+    if kind == "stop" and not isinstance(finish.get("matched"), int):
+        sentence = f"the engine stopped on {finish.get('matched')!r}: the weights gave NaN logits"
+        return Failed(rid=rid, message=sentence, retryable=False)
+    if kind != "abort" or message == ABORTED:
+        return None
+    if message.startswith("Grammar accept_token failed"):
+        return Failed(rid=rid, message=NOTHING_TO_SAMPLE, retryable=False, refused=True)
+    if message.startswith(LATE_GRAMMAR):  # the rest of it is the whole grammar
+        return Failed(rid=rid, message=LATE_GRAMMAR, retryable=True)
+    if status is None:
+        return None
+    refused = int(status) < 500
+    return Failed(rid=rid, message=message, retryable=not refused, refused=refused)
 
 
 Order = Pause | Continue | Update

@@ -141,23 +141,18 @@ class Serving:
             )
             raise
         except ValueError as error:
-            self.send(Failed(rid=order.rid, message=str(error), retryable=False))
+            # an adapter that SGLang lost is no fault of who asks for it
+            refused = not order.adapter
+            self.send(Failed(rid=order.rid, message=str(error), retryable=False, refused=refused))
         except Exception as error:  # an isolation edge: one request's fault must not end its siblings
             self.send(Failed(rid=order.rid, message=f"{type(error).__name__}: {error}", retryable=True))
         finally:
             self._calls.pop(order.rid, None)
 
     async def _stream(self, order: Generate) -> None:
-        if order.processor is not None and not self._engine.server_args.enable_custom_logit_processor:
-            raise ValueError(
-                "this engine takes no logit processor: start the node with"
-                " --engine-arg enable_custom_logit_processor=true"
-            )
-        if order.routed_from is not None and self._experts is None:
-            raise ValueError(
-                "this engine does not remember which experts read a token: start the node with"
-                " --routed-experts"
-            )
+        if (lacking := self._lacking(order)) is not None:
+            self.send(Failed(rid=order.rid, message=lacking, retryable=False))
+            return
         # cached keys and values of other weights must not be found: the version is their salt
         arguments = request(order, sessions=self._control.sessions)
         chunks = await self._engine.async_generate(**arguments, cache_salt=self._control.version)
@@ -175,6 +170,20 @@ class Serving:
             )
             for message in self._with_experts(order, last, length, meta):
                 self.send(message)
+
+    def _lacking(self, order: Generate) -> str | None:
+        """What an order needs and the engine was not started with."""
+        if order.processor is not None and not self._engine.server_args.enable_custom_logit_processor:
+            return (
+                "this engine takes no logit processor: start the node with"
+                " --engine-arg enable_custom_logit_processor=true"
+            )
+        if order.routed_from is not None and self._experts is None:
+            return (
+                "this engine does not remember which experts read a token: start the node with"
+                " --routed-experts"
+            )
+        return None
 
     async def _score(self, order: Score) -> None:
         version, meta = self._control.version, {}

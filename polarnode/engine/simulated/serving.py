@@ -242,14 +242,16 @@ class Serving:
     # ── requests ──────────────────────────────────────────────────────────────
 
     def _take(self, order: Generate) -> None:
+        if order.adapter and order.adapter not in self.updates.adapters:
+            message = f"adapter version {order.adapter} is not loaded"
+            self._outbox.append(Failed(rid=order.rid, message=message, retryable=False))
+            return
         try:
-            if order.adapter and order.adapter not in self.updates.adapters:
-                raise ValueError(f"adapter version {order.adapter} is not loaded")
             answer = self.answers.answer(order)
             if self.cache is not None:
                 self.cache.require(len(order.prompt) // 4 + len(answer.ids))
         except ValueError as error:
-            self._outbox.append(Failed(rid=order.rid, message=str(error), retryable=False))
+            self._outbox.append(Failed(rid=order.rid, message=str(error), retryable=False, refused=True))
             return
         request = SimulatedRequest(order, answer)
         if order.top_logprobs:

@@ -435,10 +435,10 @@ def _sampling(request: MessagesRequest) -> Sampling:
 
 
 def _constraint(request: MessagesRequest) -> Constraint | None:
-    shape: FormatShape | None = (
-        request.output_config.format if request.output_config else None
-    ) or request.output_format
-    return None if shape is None else Constraint(kind="json_schema", text=compact(shape.schema))
+    shape: FormatShape | None = request.output_config.format if request.output_config else None
+    path = "$.output_format.schema" if shape is None else "$.output_config.format.schema"
+    shape = shape or request.output_format
+    return None if shape is None else Constraint(kind="json_schema", text=compact(shape.schema), path=path)
 
 
 def _unused(request: MessagesRequest) -> Iterator[str]:

@@ -36,6 +36,7 @@ from polarnode.providers.contract import (
     Fault,
     FaultKind,
     FaultRow,
+    LastWords,
     ModelCallInfo,
     Reply,
     error_reply,
@@ -250,12 +251,15 @@ class MessageStream:
             + _event("message_stop")
         )
 
-    def failed(self, fault: Fault) -> bytes | None:
+    def failed(self, fault: Fault) -> bytes | LastWords | None:
         """Break the connection while nothing is shown: Claude Code then repeats the request, streamed. Later
         it would keep the partial text and add a message about it, so an `error` event makes it drop the
-        partial text and repeat the request without streaming.
+        partial text and repeat the request without streaming. A refusal is always reported by that event.
         """
-        return event(error_body(fault), name="error") if self.shown else None
+        report = event(error_body(fault), name="error")
+        if fault.kind == "bad_request":
+            return LastWords(report)
+        return report if self.shown else None
 
     def _begun(self) -> bytes:
         # empty when `start` was called, as usual

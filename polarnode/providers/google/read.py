@@ -550,14 +550,13 @@ def _constraint(config: GenerationConfig) -> Constraint | None:
         case "text/plain":
             return None
         case "application/json":
-            return Constraint(kind="json_schema", text=_text(schema or {}, path))
+            return Constraint(kind="json_schema", text=_text(schema or {}, path), path=path)
         case "text/x.enum":
             words = (schema or {}).get("enum")
             if not isinstance(words, list) or not words:
                 raise Refused(f"{ENUM} needs a responseSchema with an enum: add it", path=path)
-            return Constraint(
-                kind="regex", text="|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words)
-            )
+            expression = "|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words)
+            return Constraint(kind="regex", text=expression, path=path)
         case _:
             raise Refused(
                 f"responseMimeType must be text/plain, {JSON_TYPE} or {ENUM}, not {kind!r}",

@@ -13,6 +13,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import assert_never
 
+from attrs import evolve
+
 from polarnode.core.codec.json import read_json
 from polarnode.core.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.core.errors import Refused
@@ -50,7 +52,7 @@ def constraint(request: ChatRequest) -> Constraint | None:
         raise Refused(
             f"{first[2:]} and {second[2:]} both say what the answer must match: send one", path=second
         )
-    return next(iter(found.values()), None)
+    return next((evolve(each, path=path) for path, each in found.items()), None)
 
 
 def _constraints(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:

@@ -27,7 +27,8 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.providers.contract import DONE, STREAM_TYPE, Fault, ModelCallInfo, event
+from polarnode.providers import openai
+from polarnode.providers.contract import DONE, STREAM_TYPE, Fault, LastWords, ModelCallInfo, event
 from polarnode.providers.openai_chat.shapes import ChatRequest
 from polarnode.providers.openai_chat.tools import call_json
 
@@ -200,11 +201,11 @@ class ChatStream:
         )
         return self._opening() + last + counts + DONE
 
-    def failed(self, fault: Fault) -> bytes | None:
+    def failed(self, fault: Fault) -> bytes | LastWords | None:
         """Nothing: break the connection. Every chat harness then repeats the request, while Pi ends its run
-        on an error chunk.
+        on an error chunk. So a request that cannot be answered however often it is repeated gets one.
         """
-        return None
+        return LastWords(event(openai.error_body(fault))) if fault.kind == "bad_request" else None
 
     def _opening(self) -> bytes:
         if self.opened:

@@ -256,12 +256,12 @@ def _constraint(request: ResponsesRequest) -> Constraint | None:
     if shape is None or shape.type == "text":
         return None
     if shape.type == "json_object":
-        return Constraint(kind="json_schema", text='{"type":"object"}')
+        return Constraint(kind="json_schema", text='{"type":"object"}', path="$.text.format")
     if shape.schema is None:
         raise Refused(
             "text.format.schema is missing: it is required with json_schema", path="$.text.format.schema"
         )
-    return Constraint(kind="json_schema", text=compact(shape.schema))
+    return Constraint(kind="json_schema", text=compact(shape.schema), path="$.text.format.schema")
 
 
 def _unused(request: ResponsesRequest) -> Iterator[str]:
