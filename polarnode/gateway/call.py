@@ -37,6 +37,7 @@ from polarnode.gateway.call_events import (
     CountPrewarm,
     CountRefusal,
     CountReplay,
+    CutCall,
     EndStream,
     EngineFailed,
     Event,
@@ -299,6 +300,7 @@ class ModelCall:
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _planned: Planned | None = field(default=None, init=False)
     _given: Turn | None = field(default=None, init=False)  # of a fork's parent, whose answer is given again
+    _charged: bool = field(default=True, init=False)  # its turns count against the budget of turns
     _answered: bool = field(default=False, init=False)  # the response is an answer, not a fault
     _finished: bool = field(default=False, init=False)  # the last outgoing command is in the outbox
     # sent after the call has left its session: a whole response, or what the client of a cut stream is sent
@@ -359,13 +361,16 @@ class ModelCall:
             return  # the client left before anything was planned
         session, samples = self.incoming.session, self.incoming.request.choices
         # No checkpoint before the plan: no other call can spend the remaining budget in between.
-        refusal = session.refusal(self.incoming.request.conversation.messages, samples=samples)
         wall, undelivered = self.model.now(), self._attempt.take_over()
+        # what is asked again because its client left is one turn of the budget, and goes on at the last one
+        self._charged = charged = not isinstance(undelivered, CutCall)
+        messages = self.incoming.request.conversation.messages
+        refusal = session.refusal(messages, samples=samples, charged=charged)
         event: Event | None = Requested(
             at=trio.current_time(), wall=wall, refusal=refusal, undelivered=undelivered
         )
         exchange = self._exchange = Exchange(self._terms(wall))
-        with session.call(self._scope, samples=samples if refusal is None else 0):
+        with session.call(self._scope, samples=samples if refusal is None else 0, charged=charged):
             try:
                 while event is not None:
                     event = await self._carry_out(exchange, exchange.receive(event))
@@ -546,10 +551,15 @@ class ModelCall:
         """Record, count and remember. Never awaits."""
         session, incoming = self.incoming.session, self.incoming
         match command:
-            case RecordTurn(turn, resumable):
-                session.commit(turn if self._given is None else evolve(turn, used=self._given.used))
+            case RecordTurn(turn, resumable, owed):
+                turn = turn if self._given is None else evolve(turn, used=self._given.used)
+                session.commit(turn, charged=self._charged)
                 if resumable:
-                    self._attempt.keep(turn.index)
+                    self._attempt.keep(CutCall(turn.index))
+                elif owed and self._attempt.response is None:
+                    self._attempt.keep(CutCall())
+                elif turn.refused:
+                    self._attempt.delivered()  # a repeated mistake is another turn
             case KeepResponse(response):
                 self._answered = True
                 self._attempt.keep(response)

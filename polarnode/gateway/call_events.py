@@ -36,6 +36,15 @@ class UndeliveredResponse:
         return ModelCallInfo(request=request, id=self.id, created=self.created, signature=self.signature)
 
 
+@frozen
+class CutCall:
+    """A call whose client left before it was answered. `turn` is the index of its cut turn, from which the
+    same request may go on; None where it can only be asked anew.
+    """
+
+    turn: int | None = None
+
+
 # ── events ────────────────────────────────────────────────────────────
 
 
@@ -44,13 +53,13 @@ class Requested:
     """A request was read. `at` is in monotonic seconds, `wall` in seconds since the epoch.
 
     `refusal`: why the session accepts no new call; None when it does. `undelivered`: what a client that sent
-    this body earlier did not receive, either a whole response or the index of the cut turn.
+    this body earlier did not receive, either a whole response or what was cut.
     """
 
     at: float
     wall: float
     refusal: Fault | None = None
-    undelivered: UndeliveredResponse | int | None = None
+    undelivered: UndeliveredResponse | CutCall | None = None
 
 
 @frozen(kw_only=True)
@@ -175,11 +184,12 @@ class StartGeneration:
 @frozen
 class RecordTurn:
     """Record this turn now, without awaiting anything. `resumable`: the same request sent again may resume
-    it.
+    it. `owed`: its client has no answer, and the same request sent again is the same turn of the budget.
     """
 
     turn: Turn
     resumable: bool = False
+    owed: bool = False
 
 
 @frozen

@@ -23,7 +23,7 @@ from polarnode.core.ports import GenerateOrder
 from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.call_events import UndeliveredResponse
+from polarnode.gateway.call_events import CutCall, UndeliveredResponse
 from polarnode.gateway.inherited import InheritedAnswers
 from polarnode.gateway.known_histories import KnownHistories
 from polarnode.gateway.machine import SESSION_OVER
@@ -58,19 +58,19 @@ class Attempt:
     """
 
     earlier: tuple[trio.Event, ...]
-    _undelivered: dict[str, UndeliveredResponse | int]
+    _undelivered: dict[str, UndeliveredResponse | CutCall]
     _name: str
-    response: UndeliveredResponse | int | None = field(default=None, init=False)
+    response: UndeliveredResponse | CutCall | None = field(default=None, init=False)
 
-    def take_over(self) -> UndeliveredResponse | int | None:
-        """Take what an ended attempt with this body did not deliver: a whole response, or the index of a cut
-        turn. No other attempt finds it while this one is in progress.
+    def take_over(self) -> UndeliveredResponse | CutCall | None:
+        """Take what an ended attempt with this body did not deliver: a whole response, or what was cut. No
+        other attempt finds it while this one is in progress.
         """
         self.response = self._undelivered.pop(self._name, None)
         return self.response
 
-    def keep(self, response: UndeliveredResponse | int) -> None:
-        """Keep a response, or the index of a cut turn, until it is delivered."""
+    def keep(self, response: UndeliveredResponse | CutCall) -> None:
+        """Keep a response, or what was cut, until it is delivered."""
         self.response = response
 
     def delivered(self) -> None:
@@ -91,7 +91,7 @@ class Retries:
     ends, and exactly one later attempt takes it over.
     """
 
-    _undelivered: dict[str, UndeliveredResponse | int] = field(factory=dict, init=False)
+    _undelivered: dict[str, UndeliveredResponse | CutCall] = field(factory=dict, init=False)
     _in_progress: dict[str, list[trio.Event]] = field(factory=dict, init=False)
 
     @contextmanager
@@ -158,10 +158,12 @@ class Counters:
     and inherited ones.
 
     `failed` are those that the engine failed, not those that it refused. `replayed` counts responses sent
-    again, `prewarmed` requests for no generation; neither is a turn.
+    again, `prewarmed` requests for no generation; neither is a turn. `charged` of the turns count against the
+    budget: not those that the engine failed, nor those by which a client that left asks again.
     """
 
     turns: int = 0
+    charged: int = 0
     failed: int = 0
     partial: int = 0
     resumed: int = 0
@@ -256,6 +258,8 @@ class LiveSession:
     threads: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
     # to the number of samples requested
     _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)
+    # those of them that ask again for an answer that their client did not get
+    _uncharged: dict[trio.CancelScope, int] = field(factory=dict, init=False)
     # to the tokens of its prompt, once it is rendered
     _prompts: dict[trio.CancelScope, int] = field(factory=dict, init=False)
     _call_ended: trio.Event = field(factory=trio.Event, init=False)
@@ -273,15 +277,18 @@ class LiveSession:
         most, used = self.budgets.max_tokens, self.counters
         return None if most is None else max(0, most - used.sampled_tokens - used.inherited_tokens)
 
-    def refusal(self, messages: Sequence[Message] = (), *, samples: int = 1) -> Fault | None:
+    def refusal(
+        self, messages: Sequence[Message] = (), *, samples: int = 1, charged: bool = True
+    ) -> Fault | None:
         """Why a new call about `messages` is refused: the session is over, a budget has no room for its
-        samples, or too many are in progress. None when it is accepted.
+        samples, or too many are in progress. None when it is accepted. A call that is not `charged` asks
+        again for an answer that its client did not get, and needs no room in the budget of turns.
         """
         if self.over:
             return SESSION_OVER
         if self.resumed is not None and self.resumed.refused is not None:
             return Fault.of(self.resumed.refused)
-        clock = self._spent(messages, samples)
+        clock = self._spent(messages, samples) if charged else "tokens" if self.token_room == 0 else None
         if clock is None:
             return None if sum(self._calls.values()) + samples <= SAMPLES else _TOO_MANY
         budgets = self.budgets
@@ -313,11 +320,13 @@ class LiveSession:
                 raise
 
     @contextmanager
-    def call(self, scope: trio.CancelScope, *, samples: int = 1) -> Iterator[None]:
+    def call(self, scope: trio.CancelScope, *, samples: int = 1, charged: bool = True) -> Iterator[None]:
         """Hold one call of `samples` samples in progress, in `scope`, which is cancelled when the session
-        closes.
+        closes. `charged`: they count against the budget of turns.
         """
         self._calls[scope] = samples
+        if not charged:
+            self._uncharged[scope] = samples
         if self.over:
             scope.cancel()
         try:
@@ -325,6 +334,7 @@ class LiveSession:
                 yield
         finally:
             self._calls.pop(scope, None)
+            self._uncharged.pop(scope, None)
             self._prompts.pop(scope, None)
             self._call_ended.set()
             self._call_ended = trio.Event()
@@ -347,19 +357,21 @@ class LiveSession:
         self.counters.waited_s += seconds
         self.tally.waited(seconds)
 
-    def commit(self, turn: Turn) -> None:
+    def commit(self, turn: Turn, *, charged: bool = True) -> None:
         """Record a turn, however it ended: first in the lineages, where the next call finds it, then in the
-        journal.
+        journal. `charged`: it counts against the budget of turns.
         """
         self.lineages.commit(turn)
         if turn.index >= self.inherited:
             self.tally.turn(turn)
-        self._note(turn)
+        self._note(turn, charged=charged)
 
-    def _note(self, turn: Turn) -> None:
+    def _note(self, turn: Turn, *, charged: bool) -> None:
+        failed = turn.state == "failed" and not turn.refused
         self.carrier.add(turn)
         self.counters.turns += 1
-        self.counters.failed += turn.state == "failed" and not turn.refused
+        self.counters.charged += charged and not failed
+        self.counters.failed += failed
         self.counters.partial += turn.state == "partial"
         self.counters.resumed += turn.reason == RESUMED
         if turn.index < self.inherited:
@@ -393,7 +405,7 @@ class LiveSession:
         """
         self.lineages, self.inherited = lineages, inherited
         for turn in turns:
-            self._note(turn)
+            self._note(turn, charged=turn.reason != RESUMED)
 
     def inherited_answer(self, plan: Plan, order: GenerateOrder) -> Turn | None:
         """The turn of a fork's parent whose answer this call is given; None where the engine samples."""
@@ -437,8 +449,8 @@ class LiveSession:
         }
 
     def _spent(self, messages: Sequence[Message], samples: int) -> SpentClock | None:
-        """The budget without room for `samples` more. Turns that the engine failed are not charged."""
-        turns = self.counters.turns - self.counters.failed + sum(self._calls.values())
+        """The budget without room for `samples` more."""
+        turns = self.counters.charged + sum(self._calls.values()) - sum(self._uncharged.values())
         if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
             return "turns"
         if self.token_room == 0:
@@ -450,7 +462,7 @@ class LiveSession:
         only the sub-agent that looped. Turns that came with the first request are not this session's.
         """
         most = self.budgets.max_repeats
-        if most is None or self.counters.turns - self.counters.failed < most:
+        if most is None or self.counters.charged < most:
             return False
         return self.spent_clock == "repeats" or equal_turns(messages, most) >= most
 

@@ -174,6 +174,13 @@ def refusal_of(error: EngineRefusal, request: ModelRequest) -> Fault:
     return Fault.of(Refused(sentence, path=constraint.path))
 
 
+def refused(record: RecordTurn, fault: Fault) -> RecordTurn:
+    """The record of a turn that the engine refused."""
+    note = f"{REFUSED}: {shortened(fault.message, NOTE_CHARS)}"
+    turn = evolve(record.turn, refused=True, notes=(*record.turn.notes, note))
+    return evolve(record, turn=turn, owed=False)
+
+
 @frozen(kw_only=True)
 class Terms:
     """The limits and dependencies of one exchange. `sampling` is the task's and takes precedence;
@@ -264,7 +271,7 @@ class Exchange:
         elif refusal is not None:
             yield from self._refuse(refusal)
         else:
-            yield PlanTurns(resume=undelivered)
+            yield PlanTurns(resume=None if undelivered is None else undelivered.turn)
 
     def _plan(self, planned: Planned) -> Iterator[Command]:
         if self._requested is None:
@@ -385,12 +392,14 @@ class Exchange:
         What was sampled before an abort (new weights, an operator) is recorded as partial: the client is
         asked to send the request again, and then receives the rest of that answer.
         """
-        self.over = True
+        self.over, refusal = True, fault.kind == "bad_request"
         for place, sample in list(self._in_progress()):
             lost = place == choice and not (reason == "abort" and sample.ids)
             sample.finish(reason if place == choice else "abort")
-            refused = fault if lost and fault.kind == "bad_request" else None
-            yield self._record(sample, "failed" if lost else "partial", at, refused)
+            record = self._record(sample, "failed" if lost else "partial", at)
+            if refusal:  # its client has been answered
+                record = refused(record, fault) if lost else evolve(record, owed=False)
+            yield record
         yield from self._broken(fault)
 
     def _cut(self, at: float, fault: Fault | None) -> Iterator[Command]:
@@ -453,16 +462,13 @@ class Exchange:
     def _in_progress(self) -> Iterator[tuple[int, Sample]]:
         return ((choice, sample) for choice, sample in enumerate(self._samples) if sample.answer is None)
 
-    def _record(
-        self, sample: Sample, state: TurnState, at: float, refusal: Fault | None = None
-    ) -> RecordTurn:
+    def _record(self, sample: Sample, state: TurnState, at: float) -> RecordTurn:
         if self._requested is None:
             raise ValueError("an exchange begins with Requested")
         turn = turn_of(sample, self._requested, session_id=self.terms.session_id, state=state, at=at)
-        if refusal is not None:
-            note = f"{REFUSED}: {shortened(refusal.message, NOTE_CHARS)}"
-            turn = evolve(turn, refused=True, notes=(*turn.notes, note))
-        return RecordTurn(turn, state == "partial" and bool(turn.sampled) and resumable(sample.request))
+        partial = state == "partial"
+        can_resume = partial and bool(turn.sampled) and resumable(sample.request)
+        return RecordTurn(turn, resumable=can_resume, owed=partial)
 
     def _usage(self) -> Usage:
         """The usage of all samples: one prompt, and the sum of their completions."""

@@ -53,6 +53,7 @@ from polarnode.gateway.call_events import (
     CountPrewarm,
     CountRefusal,
     CountReplay,
+    CutCall,
     EndStream,
     EngineFailed,
     KeepResponse,
@@ -436,7 +437,7 @@ def requested(
     stream: bool = True,
     generate: bool = True,
     refusal: Fault | None = None,
-    undelivered: UndeliveredResponse | int | None = None,
+    undelivered: UndeliveredResponse | CutCall | None = None,
 ) -> tuple[Exchange, list[Command]]:
     """An exchange and what it makes of its request."""
     terms = Scene(LINES, stream=stream).terms
@@ -446,10 +447,12 @@ def requested(
     return exchange, exchange.receive(event)
 
 
-@pytest.mark.parametrize("undelivered", [None, 3])
-def test_a_request_is_planned_and_goes_on_with_the_turn_that_was_cut(undelivered: int | None) -> None:
+@pytest.mark.parametrize(("undelivered", "turn"), [(None, None), (CutCall(), None), (CutCall(3), 3)])
+def test_a_request_is_planned_and_goes_on_with_the_turn_that_was_cut(
+    undelivered: CutCall | None, turn: int | None
+) -> None:
     exchange, commands = requested(undelivered=undelivered)
-    assert commands == [PlanTurns(resume=undelivered)]
+    assert commands == [PlanTurns(resume=turn)]
     assert not exchange.over
 
 
@@ -468,9 +471,9 @@ def test_an_undelivered_response_is_sent_again_without_the_engine_and_whatever_i
 
 
 @pytest.mark.parametrize("refusal", [None, SPENT])
-@pytest.mark.parametrize("undelivered", [None, 3, cached()])
+@pytest.mark.parametrize("undelivered", [None, CutCall(3), cached()])
 def test_a_request_that_generates_nothing_is_answered_empty_and_counted(
-    refusal: Fault | None, undelivered: UndeliveredResponse | int | None
+    refusal: Fault | None, undelivered: UndeliveredResponse | CutCall | None
 ) -> None:
     exchange, commands = requested(generate=False, refusal=refusal, undelivered=undelivered)
     call = exchange.terms.call
@@ -478,8 +481,8 @@ def test_a_request_that_generates_nothing_is_answered_empty_and_counted(
     assert exchange.over
 
 
-@pytest.mark.parametrize("undelivered", [None, 3])
-def test_a_spent_budget_refuses_what_would_be_sampled(undelivered: int | None) -> None:
+@pytest.mark.parametrize("undelivered", [None, CutCall(3)])
+def test_a_spent_budget_refuses_what_would_be_sampled(undelivered: CutCall | None) -> None:
     exchange, commands = requested(refusal=SPENT, undelivered=undelivered)
     assert commands == [CountRefusal(SPENT), LINES.error(SPENT)]
     assert exchange.over
@@ -518,12 +521,13 @@ def test_only_a_cut_sample_that_can_go_on_is_resumable(
         scene.exchange.receive(sampled(tokens))
     first = scene.exchange.receive(ClientLeft(at=12.0))[0]
     assert isinstance(first, RecordTurn)
-    assert first.resumable is can_resume
+    assert (first.resumable, first.owed) == (can_resume, True)
     whole = Scene(LINES, **fields)
     whole.to_generation()
     (record, *_) = whole.exchange.receive(chunk("x", "stop", end=True))
     assert isinstance(record, RecordTurn)
     assert not record.resumable
+    assert not record.owed
 
 
 # ── streams and wholes ────────────────────────────────────────────────────────

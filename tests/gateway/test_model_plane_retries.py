@@ -11,7 +11,7 @@ import trio.lowlevel
 import trio.testing
 from plane_kit import Asgi, HandEngine, Stage, prompts, spelled, stage
 
-from polarnode.core.errors import EngineError
+from polarnode.core.errors import EngineError, EngineRefusal
 from polarnode.gateway.live_sessions import TWIN_S
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -358,3 +358,110 @@ async def test_the_same_bytes_to_another_api_are_another_question(
     engine.channel = trio.open_memory_channel[Any](100)
     engine.give("Anew.", "<|im_end|>", finish="stop")
     assert b"Half" not in (await ask(here, CHAT, body(MESSAGES))).body
+
+
+# ── what it costs ─────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_repeated_drops_cost_one_turn(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, stream: bool
+) -> None:
+    """The budget has one turn, and its answer comes at the fifth attempt: twice the client left before a
+    token came, once before the first turn had any.
+    """
+    here = stage(engine, max_turns=1)
+    if "models" in path:
+        path, asked = (path.replace("generate", "streamGenerate") if stream else path), body(path)
+    else:
+        asked = body(path, stream=stream)
+    await cut(here, engine, asked, path=path)
+    await cut(here, engine, asked, "Half ", path=path)
+    await cut(here, engine, asked, path=path)
+    await cut(here, engine, asked, "a ", path=path)
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    answer = await ask(here, path, asked)
+    assert answer.status == 200
+    assert b"loaf." in answer.body
+    assert [turn.parent for turn in here.turns] == [None, None, 1, 1, 3]
+    assert [turn.reason for turn in here.turns[2:]] == ["resumed"] * 3
+    assert here.s1.counters.charged == 1
+    assert b"budget" in (await ask(here, path, asked)).body
+
+
+async def test_next_turn_after_drop_has_room(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine, max_turns=2)
+    await cut(here, engine, body(), "Half a ")
+    for text in ("loaf.", "Whole."):
+        engine.give(text, "<|im_end|>", finish="stop")
+        assert (await ask(here, CHAT, body(text="hi" if text == "loaf." else "more"))).status == 200
+    assert (await ask(here, CHAT, body(text="again"))).status == 400
+
+
+@pytest.mark.parametrize("said", [{"n": 2}, {"logprobs": True}, {"guided_regex": "a"}])
+async def test_call_asked_anew_costs_no_second_turn(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, said: dict[str, Any]
+) -> None:
+    """Such a call cannot go on from its tokens, and its client was owed an answer all the same."""
+    samples = said.get("n", 1)
+    here = stage(engine, max_turns=samples)
+    await cut(here, engine, body(**said), "Half a ")
+    for _ in range(samples):
+        engine.give("Whole.", "<|im_end|>", finish="stop")
+    assert b"Whole." in (await ask(here, CHAT, body(**said))).body
+    assert (await ask(here, CHAT, body(**said))).status == 400
+
+
+async def test_whole_answer_after_drop_is_one_turn(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine, max_turns=1)
+    await cut(here, engine, body(), "Half a ")
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    await ask(here, CHAT, body(), leave_at=1)
+    assert b"Half a loaf." in (await ask(here, CHAT, body())).body
+    assert len(here.turns) == 2
+    assert (await ask(here, CHAT, body())).status == 400
+
+
+async def test_dropped_answer_keeps_its_tokens_of_budget(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    """What was sampled is spent, and what goes on has what is left; with nothing left it is refused."""
+    here = stage(engine, max_tokens=12, max_turns=1)
+    await cut(here, engine, body(), "Half a ")
+    half = len(here.turns[0].sampled)
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    assert b"Half a loaf." in (await ask(here, CHAT, body())).body
+    assert engine.orders[-1].sampling.max_tokens == 12 - half
+    spent = stage(engine, max_tokens=half, max_turns=1)
+    await cut(spent, engine, body(), "Half a ")
+    assert b"budget of" in (await ask(spent, CHAT, body())).body
+
+
+async def test_refusal_after_drop_is_paid_again(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine, max_turns=1)
+    asked = body(guided_regex="(")
+    await cut(here, engine, asked)
+    engine.fail(EngineRefusal("no grammar"))
+    assert b"no grammar" in (await ask(here, CHAT, asked)).body
+    assert b"budget" in (await ask(here, CHAT, asked)).body
+
+
+async def test_drop_beside_waiting_call_takes_no_place(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    """While an answer goes on, the other calls have the room that they had before."""
+    here = stage(engine, max_turns=2)
+    await cut(here, engine, body(), "Half a ")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask, here, CHAT, body())
+        await engine.asked.wait()
+        assert here.s1.refusal() is None
+        assert here.s1.refusal(samples=2) is not None
+        engine.give("loaf.", "<|im_end|>", finish="stop")

@@ -7,7 +7,7 @@ from providers_kit import a_call
 
 from polarnode.core.conversation import Answer, TextPart, Usage
 from polarnode.gateway import live_sessions
-from polarnode.gateway.call_events import UndeliveredResponse
+from polarnode.gateway.call_events import CutCall, UndeliveredResponse
 from polarnode.gateway.live_sessions import TWIN_S, Retries, wait_ended
 
 
@@ -18,13 +18,13 @@ def whole(text: str = "x") -> UndeliveredResponse:
     )
 
 
-def left(session: Retries, name: str, response: UndeliveredResponse | int) -> None:
+def left(session: Retries, name: str, response: UndeliveredResponse | CutCall) -> None:
     """An attempt that ends with a response its client did not receive."""
     with session.attempt(name) as attempt:
         attempt.keep(response)
 
 
-def taken(session: Retries, name: str) -> UndeliveredResponse | int | None:
+def taken(session: Retries, name: str) -> UndeliveredResponse | CutCall | None:
     """What the next attempt takes over, without delivering it."""
     with session.attempt(name) as attempt:
         return attempt.take_over()
@@ -33,10 +33,10 @@ def taken(session: Retries, name: str) -> UndeliveredResponse | int | None:
 def test_a_response_is_undelivered_until_it_is_delivered() -> None:
     session = Retries()
     assert taken(session, "body") is None
-    left(session, "body", 3)
+    left(session, "body", CutCall(3))
     left(session, "other", whole())
     for _ in range(2):  # what one attempt takes over and does not deliver, the next finds again
-        assert (taken(session, "body"), taken(session, "other")) == (3, whole())
+        assert (taken(session, "body"), taken(session, "other")) == (CutCall(3), whole())
     left(session, "body", whole("y"))
     assert taken(session, "body") == whole("y")
     with session.attempt("body") as attempt:
@@ -68,7 +68,7 @@ def test_undelivered_responses_are_bounded_and_the_oldest_is_forgotten(
     monkeypatch.setattr(live_sessions, "UNDELIVERED", 2)
     session = Retries()
     for name in ("a", "b", "a", "c"):
-        left(session, name, 1)
+        left(session, name, CutCall(1))
     assert list(session._undelivered) == ["a", "c"]
 
 
