@@ -433,7 +433,7 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         status=201,
         again=200,
         answer=WeightsReport,
-        errors=(409, 413, 503),
+        errors=(409, 413, 503, 507),
     ),
     ("GET", "/v1/weights"): Operation(
         summary="The weights served now and before.", tag="weights", answer=WeightsStatus
@@ -444,7 +444,7 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         body=UpdateOrder,
         status=201,
         answer=UpdateOpened,
-        errors=(409, 413, 503),
+        errors=(409, 413, 503, 507),
         leads_to={"/update_id": _UPDATE},
     ),
     ("POST", "/v1/weights/updates/<update_id>/buckets"): Operation(
@@ -460,7 +460,7 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         status=201,
         again=200,
         answer=WeightsReport,
-        errors=(404, 409, 503),
+        errors=(404, 409, 503, 507),
     ),
     ("DELETE", "/v1/weights/updates/<update_id>"): Operation(
         summary="Abort the update.", tag="weights", answer=WeightsState, errors=(404, 409)
@@ -570,6 +570,6 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         body=CaptureEnd,
         optional_body=True,
         answer=CaptureOver,
-        errors=(404, 409, 413),
+        errors=(404, 409, 413, 507),
     ),
 }

@@ -20,6 +20,7 @@ from polarnode.core.errors import (
     Busy,
     Conflict,
     DiskFull,
+    JournalDamaged,
     PolarnodeError,
     Refused,
     Superseded,
@@ -162,6 +163,8 @@ def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
             return "conflict", 409, {}
         case Busy():
             return "busy", 429, {"Retry-After": str(ceil(error.retry_after))}
+        case JournalDamaged():
+            return "journal", 507, {}
         case DiskFull():
             return "disk_full", 507, {}
         case Unreadable():

@@ -95,6 +95,10 @@ class DiskFull(PolarnodeError):
     boundary = "journal"
 
 
+class JournalDamaged(DiskFull):
+    """The journal's file is damaged: what is written to it now may be lost, whatever room its disk has."""
+
+
 class ConfigError(PolarnodeError):
     """A setting of the node that cannot work, named with its remedy."""
 

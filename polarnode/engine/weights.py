@@ -411,7 +411,10 @@ class Weights:
             )
 
     def insist_free(self) -> None:
-        """Raise Conflict while an update is open, or while the memory of the weights is lent."""
+        """Raise Conflict while an update is open, or while the memory of the weights is lent; JournalDamaged
+        where the version could not be written down.
+        """
+        self.journal.insist_whole()
         self.insist_closed()
         if "weights" in self.released:
             raise Conflict(

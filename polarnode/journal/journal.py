@@ -10,6 +10,7 @@ the writer's last commit, so they need no disk access. One process owns a journa
 import fcntl
 import logging
 import os
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -22,15 +23,16 @@ import trio
 from attrs import define, field
 
 from polarnode.core.conversation import Json
-from polarnode.core.errors import JournalError, Refused, boundary
+from polarnode.core.errors import JournalDamaged, JournalError, Refused, boundary
 from polarnode.core.fleet import TaskCopy
 from polarnode.core.status import Consumer, SessionRecord
 from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal import entries, pending_callbacks, queries
+from polarnode.journal.condition import consumer_records, statistics
 from polarnode.journal.copies import begin_entry
-from polarnode.journal.damage import Damage, Damages
+from polarnode.journal.damage import Damages
 from polarnode.journal.entries import (
     ROW_BYTES,
     Entry,
@@ -50,11 +52,10 @@ from polarnode.journal.forks import EarlierAttempt, ForkParent, earlier_attempts
 from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
 from polarnode.journal.queries import Recent, places_over
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
-from polarnode.journal.schema import WAL_KEPT_BYTES, connect, prepare
+from polarnode.journal.schema import WAL_KEPT_BYTES, cannot_open, connect, prepare, structure_fault
 from polarnode.journal.values import (
     BACKLOG_BYTES,
     DISK_FREE_BYTES,
-    AwaitedConsumers,
     EventKind,
     EventPage,
     Filters,
@@ -71,66 +72,6 @@ from polarnode.merge.trajectory import Identity
 from polarnode.support.bounded import private_opener
 
 logger = logging.getLogger(__name__)
-
-# ── statistics ────────────────────────────────────────────────────────────
-
-NAMED = 20  # damaged rows that status names: 3 kB; the log and `polarnode check` name all of them
-
-
-def statistics(
-    progress: Progress,
-    writer: Writer,
-    *,
-    now: float,
-    warning: str | None,
-    refuses_tasks: bool,
-    damaged: tuple[Damage, ...] = (),
-) -> JournalStatistics:
-    """What the journal holds and what it waits for."""
-    unacknowledged, oldest = progress.behind(progress.acknowledged_seq), progress.oldest_unacknowledged
-    return JournalStatistics(
-        first_seq=progress.first_seq,
-        last_seq=progress.last_seq,
-        positions={name: position.seq for name, position in progress.consumers.items()},
-        stored_bytes=progress.stored_bytes,
-        most_bytes=writer.retention.everything,
-        free_bytes=progress.free_bytes,
-        disk_free=progress.disk_free,
-        acknowledged_seq=progress.acknowledged_seq,
-        unacknowledged_events=unacknowledged,
-        unacknowledged_bytes=progress.about_bytes(unacknowledged),
-        oldest_unacknowledged_s=None if oldest is None else max(0.0, now - oldest),
-        entries=progress.entries,
-        backlog_entries=writer.backlog_entries,
-        backlog_bytes=writer.backlog_bytes,
-        most_backlog_bytes=BACKLOG_BYTES,
-        dropped=writer.dropped,
-        damaged_rows=len(damaged),
-        damaged=damaged[:NAMED],
-        warning=warning,
-        refuses_tasks=refuses_tasks,
-    )
-
-
-def consumer_records(
-    progress: Progress, waiting: AwaitedConsumers, streams: Mapping[str, int]
-) -> tuple[Consumer, ...]:
-    """Every consumer, in the order of their names. `streams` counts open streams by consumer."""
-    return tuple(
-        Consumer(
-            consumer=name,
-            position=at.seq,
-            behind_events=progress.behind(at.seq),
-            behind_bytes=progress.about_bytes(progress.behind(at.seq)),
-            missed=max(0, progress.first_seq - 1 - at.seq),
-            moved=at.moved,
-            last_seen=at.last_seen,
-            connected=streams.get(name, 0),
-            holds=waiting.holds(name, at),
-        )
-        for name, at in progress.consumers.items()
-    )
-
 
 # ── journal ────────────────────────────────────────────────────────────
 
@@ -159,6 +100,7 @@ class Journal:
     _recent: Recent = field(factory=Recent)
     _reading: Counter[str] = field(factory=Counter)  # streams open by consumer
     _damages: Damages = field(factory=Damages)
+    damaged: trio.Event = field(factory=trio.Event)  # set, for good, when the file is known to be damaged
 
     # ── writing: synchronous, in order, never waits ───────────────────────────
 
@@ -231,8 +173,13 @@ class Journal:
         self._writer.put(entry)
 
     async def flushed(self) -> None:
-        """Return when all that was enqueued before this call is on disk."""
+        """Return when all that was enqueued before this call is on disk. Raises JournalDamaged when some of
+        it could not be written.
+        """
+        dropped = self._writer.dropped
         await self._wait_written(self._writer.put_entries)
+        if self._writer.dropped != dropped:
+            raise JournalDamaged(self._writer.damage or "")
 
     async def _wait_written(self, number: int) -> None:
         if self._progress.entries < number:
@@ -418,7 +365,7 @@ class Journal:
     def _read_now(
         self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        with boundary(JournalError, "the journal cannot be read"):
+        with boundary(JournalError, "the journal cannot be read (polarnode check names what is damaged)"):
             db = self._connections.pop() if self._connections else self._connection()
             try:
                 return query(db, *args, **kwargs)
@@ -460,11 +407,23 @@ class Journal:
 
     @property
     def refuses_tasks(self) -> bool:
-        """Whether new tasks must be refused: the disk is full or nearly so, or too much waits in memory."""
-        return self._writer.warning is not None or self._full_sentence() is not None
+        """Whether new tasks must be refused: the file is damaged, the disk is full or nearly so, or too much
+        waits in memory.
+        """
+        return self._warning() is not None
+
+    @property
+    def damage(self) -> str | None:
+        """Why nothing new may be taken, where the file is damaged."""
+        return self._writer.damage
+
+    def insist_whole(self) -> None:
+        """Raise JournalDamaged where the file is damaged: what is written now may be lost."""
+        if self._writer.damage is not None:
+            raise JournalDamaged(self._writer.damage)
 
     def _warning(self) -> str | None:
-        return self._writer.warning or self._full_sentence()
+        return self._writer.damage or self._writer.warning or self._full_sentence()
 
     def _full_sentence(self) -> str | None:
         # free pages of the file are reused first, through a write-ahead log beside it
@@ -485,6 +444,12 @@ class Journal:
         self._progress = progress
         news, self._news = self._news, trio.Event()
         news.set()
+        self._look_for_damage()
+
+    def _look_for_damage(self) -> None:
+        if self._writer.damage is not None and not self.damaged.is_set():
+            logger.error("%s", self._writer.damage)
+            self.damaged.set()
 
     def _close_connections(self) -> None:
         for db in self._connections:
@@ -496,6 +461,9 @@ class Journal:
 # for the writer to finish: 16 MiB batches take 0.1 s each, so this is a backlog of gigabytes or a disk that
 # hangs
 CLOSE_S = 30.0
+# seconds that opening waits for SQLite's check of the file, which takes 2 GB of it in each where they are in
+# memory; of a larger one the check goes on beside the node
+CHECK_S = 10.0
 
 
 @asynccontextmanager
@@ -518,25 +486,39 @@ async def open_journal(
         damages = Damages()
         db = await trio.to_thread.run_sync(prepare, path, damages)
 
-        def on_progress(progress: Progress) -> None:
+        def soon(act: Callable[P, None], *args: P.args, **_: P.kwargs) -> None:
             # the run ended in an error while the last batch was written
             with suppress(trio.RunFinishedError):
-                token.run_sync_soon(journal._advance, progress)
+                token.run_sync_soon(act, *args)
+
+        def on_progress(progress: Progress) -> None:
+            soon(journal._advance, progress)
+
+        def check() -> None:
+            writer.found = writer.found or structure_fault(path)
+            soon(journal._look_for_damage)
 
         writer = Writer(
             path=path, db=db, retention=retention or Retention(), on_progress=on_progress, now=now
         )
-        (journal_id,) = db.execute("SELECT value FROM meta WHERE name = 'journal'").fetchone()
+        try:
+            (journal_id,) = db.execute("SELECT value FROM meta WHERE name = 'journal'").fetchone()
+            progress = writer.start()
+        except sqlite3.Error as error:
+            raise cannot_open(path, error) from error
         journal = Journal(
             path=path,
             id=journal_id,
             now=now,
             callback_kinds=callback_kinds or {},
             writer=writer,
-            progress=writer.start(),
+            progress=progress,
             damages=damages,
         )
         try:
+            with trio.move_on_after(CHECK_S):
+                await trio.to_thread.run_sync(check, abandon_on_cancel=True)
+            journal._look_for_damage()
             yield journal
         finally:
             writer.stop()

@@ -13,14 +13,14 @@ numbers. Group commit makes the difference one fsync a batch.
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from polarnode.core.codec.json import read_json, structure
 from polarnode.core.errors import JournalError, Unreadable
 from polarnode.core.trajectory import ForkedFrom
-from polarnode.journal.damage import Damages, JournalConnection, decoding
+from polarnode.journal.damage import Damages, JournalConnection, decoding, is_corrupt
 from polarnode.support.bounded import private_opener
 
 VERSION = 9
@@ -212,19 +212,68 @@ def prepare(path: Path, damages: Damages | None = None) -> sqlite3.Connection:
     """Open the writer's connection to the journal at `path`, which is created or migrated, and begin a new
     life. Raises JournalError when it cannot be used.
     """
+    path = Path(os.path.realpath(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(private_opener(str(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))  # SQLite uses its mode
+        _insist_not_emptied(path)
+        if not path.exists():
+            _create(path)
         db = connect(path, damages=damages)
         with transaction(db):
             _create_or_check(db, path)
             db.execute("UPDATE meta SET value = value + 1 WHERE name = 'life'")
     except (sqlite3.Error, OSError) as error:
-        raise JournalError(
-            f"the journal {path} cannot be opened ({error}): make room, fix its permissions, or move it away"
-            " to start a new one"
-        ) from error
+        raise cannot_open(path, error) from error
     return db
+
+
+def cannot_open(path: Path, error: Exception) -> JournalError:
+    """Why a journal cannot be opened, with the remedy of its cause."""
+    damaged = isinstance(error, sqlite3.Error) and is_corrupt(error)
+    remedy = "put a copy of it back" if damaged else "make room, fix its permissions"
+    return JournalError(
+        f"the journal {path} cannot be opened ({error}): {remedy}, or move it away to start a new one"
+    )
+
+
+def _insist_not_emptied(path: Path) -> None:
+    """Raise JournalError where the file lost its content. SQLite would begin a new journal in it, and delete
+    the log with the last commits of the old one.
+    """
+    found, log = path.is_file(), path.with_name(f"{path.name}-wal")
+    if found and not path.stat().st_size:
+        raise JournalError(
+            f"the journal {path} is empty, and no node leaves it so: put a copy of it back, or remove it to"
+            " start a new one"
+        )
+    if not found and log.is_file() and log.stat().st_size:
+        raise JournalError(
+            f"the journal {path} is gone, and {log.name} beside it has its last commits: put it back, or move"
+            " that file away too to start a new one"
+        )
+
+
+def _create(path: Path) -> None:
+    """A new journal, which gets its name once it is whole, so that an empty file is never one of ours."""
+    new = path.with_name(f"{path.name}.new")
+    for left in (new, *path.parent.glob(f"{new.name}-*")):  # by a node that was killed here
+        left.unlink(missing_ok=True)
+    os.close(private_opener(str(new), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))  # SQLite uses its mode
+    with closing(connect(new)) as db, transaction(db):
+        _create_or_check(db, path)
+    new.rename(path)
+
+
+def structure_fault(path: Path) -> str | None:
+    """What SQLite's own check finds wrong with the pages of the file; None for a whole one. It reads all of
+    it, 2 GB in a second.
+    """
+    try:
+        with closing(connect(path, read_only=True)) as db:
+            (found,) = db.execute("PRAGMA quick_check (1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        return str(error) if is_corrupt(error) else None
+    return None if found == "ok" else str(found).splitlines()[-1]  # after "*** in database main ***"
 
 
 def _create_or_check(db: sqlite3.Connection, path: Path) -> None:

@@ -235,7 +235,8 @@ class JournalStatistics:
     `unacknowledged_…` is what some consumer that is waited for has not acknowledged (all, where there is
     none), in events and about as many bytes of `most_bytes`, beyond which the oldest are pruned all the same.
     The oldest of it came `oldest_unacknowledged_s` seconds ago. `damaged_rows` were met since the journal was
-    opened; `damaged` names the first of them.
+    opened; `damaged` names the first of them. `damage` says that the file itself is damaged or that entries
+    (`dropped`) could not be written: from then on nothing new is taken.
     """
 
     first_seq: int
@@ -254,6 +255,7 @@ class JournalStatistics:
     backlog_bytes: int
     most_backlog_bytes: int
     dropped: int
+    damage: str | None
     damaged_rows: int
     damaged: tuple[Damage, ...]
     warning: str | None

@@ -1,9 +1,9 @@
 """The journal's one writing thread: takes all that is queued, commits it together, and reports progress.
 
 `put` never waits and never fails, because the event loop calls it as the last act of a session. An entry is
-dropped only when its commit is on disk, or when it alone can never be written (a bug, logged and counted). A
-full disk is waited out with the backlog in memory. The thread ends after `stop`, when the backlog is written
-or cannot be written.
+dropped only when its commit is on disk, or when it alone can never be written (a damaged page or a bug,
+logged and counted). From then on `damage` says so, because what comes next may be lost too. A full disk is
+waited out with the backlog in memory. The thread ends after `stop`, when the backlog is written or cannot be.
 """
 
 import logging
@@ -69,6 +69,7 @@ class Writer:
     present: frozenset[str] = frozenset()  # consumers with a stream open; replaced, never changed
     warning: str | None = None
     dropped: int = 0
+    found: str | None = None  # what SQLite's check found wrong with the file when it was opened
     put_entries: int = 0
     backlog_bytes: int = 0
     _done_entries: int = 0
@@ -80,6 +81,20 @@ class Writer:
     _last: Progress = field(factory=Progress)
     _opened: float = 0.0
     _pruning: bool = False  # the last commit dropped something, and there may be more
+
+    @property
+    def damage(self) -> str | None:
+        """Why nothing new may be taken, until the journal is another one."""
+        if self.dropped:
+            what = f"{self.dropped} entries could not be written to the journal {self.path}, as node.log says"
+        elif self.found is not None:
+            what = f"the journal {self.path} is damaged ({self.found})"
+        else:
+            return None
+        return (
+            f"{what}: no new work is taken, and what it holds is still read; stop the node, run polarnode"
+            " check, then put a copy of the file back, or move it away to start a new one"
+        )
 
     @property
     def backlog_entries(self) -> int:
@@ -221,6 +236,7 @@ class Writer:
             logger.error(
                 "the journal cannot prune, because its file is damaged: run polarnode check (%s)", error
             )
+            self.found = self.found or str(error)
             found = False
         self.db.execute("RELEASE prune")
         return found
@@ -237,6 +253,8 @@ class Writer:
         except (sqlite3.Error, OSError) as error:
             # the entries are on disk all the same, and someone may wait for them
             self.warning = f"the journal cannot be measured ({error}): look at its disk"
+            if isinstance(error, sqlite3.Error) and is_corrupt(error):
+                self.found = self.found or str(error)
             self._last = evolve(self._last, entries=self._done_entries)
         self.on_progress(self._last)
 

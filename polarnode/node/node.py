@@ -313,9 +313,9 @@ class Node:
 
     def ready(self) -> bool:
         """Whether tasks are taken and some engine host answers."""
-        return not self.scheduler.registry.stopping and any(
-            host.state == "ready" for host in self.engines.statistics().hosts
-        )
+        if self.scheduler.registry.stopping or self.journal.damage is not None:
+            return False
+        return any(host.state == "ready" for host in self.engines.statistics().hosts)
 
 
 def _insist_image(refusal: str | None) -> None:

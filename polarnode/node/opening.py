@@ -163,6 +163,7 @@ async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str]
 
 # new objects before a look at the young, and looks before one at the older: a request makes some 10 000
 COLLECTIONS = (20_000, 50, 100)
+DAMAGE_S = 1.0  # seconds between looks at what began on a damaged journal: the pause before most attempts
 Report = Callable[[str], None]
 
 
@@ -227,6 +228,17 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
                         yield node
                         # not in a finally: left by force, it has `interrupted` trajectories at its next start
                         await node.stop(cancel=True)
+
+
+async def _end_when_damaged(journal: Journal, scheduler: Scheduler, ready: trio.Event) -> None:
+    """End what runs when the journal's file turns out to be damaged: turns that are answered could be lost.
+    A session that is tried again meanwhile is ended too.
+    """
+    ready.set()
+    await journal.damaged.wait()
+    while True:
+        scheduler.registry.cancel_all()
+        await trio.sleep(DAMAGE_S)
 
 
 def _private_state(config: NodeConfig) -> Path:
@@ -379,7 +391,10 @@ async def _open_evaluations(
     config: NodeConfig, journal: Journal, scheduler: Scheduler
 ) -> AsyncIterator[Evaluations]:
     evaluations = Evaluations(services=scheduler.services, journal=journal, workers=config.post_limit)
-    async with open_background(evaluations.run):
+    async with (
+        open_background(evaluations.run),
+        open_background(partial(_end_when_damaged, journal, scheduler)),
+    ):
         yield evaluations
 
 

@@ -14,7 +14,7 @@ from attrs import frozen
 from polarnode import harnesses
 from polarnode.containers.container import check_volumes
 from polarnode.containers.egress.rules import check_egress
-from polarnode.core.errors import Busy, DiskFull, Refused, boundary
+from polarnode.core.errors import Busy, DiskFull, JournalDamaged, Refused, boundary
 from polarnode.core.ports import Endpoint, Launch
 from polarnode.core.task import TaskSpec
 from polarnode.evaluators import registry as evaluators
@@ -104,15 +104,25 @@ def _try_launch(harness: Harness, spec: TaskSpec, model: str, context_length: in
 RETRY_AFTER_S: Final = 5.0
 
 
+def insist_writable(journal: JournalStatistics, full: str) -> None:
+    """Raise JournalDamaged where the journal's file is damaged, DiskFull with the sentence `full` where it
+    takes no more.
+    """
+    if journal.damage is not None:
+        raise JournalDamaged(journal.damage)
+    if journal.refuses_tasks:
+        raise DiskFull(full)
+
+
 def check_task(journal: JournalStatistics, *, pending: int, more: int, limit: int) -> None:
     """Raise DiskFull or Busy when a task of `more` sessions cannot be accepted now. `pending` sessions wait
     or run already, of at most `limit`.
     """
-    if journal.refuses_tasks:
-        raise DiskFull(
-            "the journal's disk is full: free some, then submit again; sessions under way are kept in memory"
-            " meanwhile"
-        )
+    insist_writable(
+        journal,
+        "the journal's disk is full: free some, then submit again; sessions under way are kept in memory"
+        " meanwhile",
+    )
     if (reason := backpressure(journal, pending=pending, more=more, limit=limit)) is not None:
         raise Busy(reason, retry_after=RETRY_AFTER_S)
 
@@ -121,11 +131,11 @@ def check_capture(journal: JournalStatistics, *, count: int, limit: int) -> None
     """Raise DiskFull or Busy when no capture can be opened now. `count` captures are open already, of at most
     `limit`.
     """
-    if journal.refuses_tasks:
-        raise DiskFull(
-            "the journal's disk is full: free some, then ask again; captures that are open are kept in memory"
-            " meanwhile"
-        )
+    insist_writable(
+        journal,
+        "the journal's disk is full: free some, then ask again; captures that are open are kept in memory"
+        " meanwhile",
+    )
     if count >= limit:
         raise Busy(
             f"{count} captures are open, as many as this node holds (capture_limit): end some",

@@ -343,6 +343,8 @@ class Captures:
             await capture.over.wait()
         await self._written("the finished trajectory is kept in memory")
         found = await self.journal.trajectory(session_id)
+        if found is None:
+            self.journal.insist_whole()  # it may have been one that could not be written
         return found if found is not None and found.harness == HARNESS else None
 
     async def _written(self, meanwhile: str) -> None:

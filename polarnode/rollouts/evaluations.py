@@ -35,7 +35,6 @@ from polarnode.core.codec.tasks import MAX_EVALUATED
 from polarnode.core.errors import (
     Busy,
     Conflict,
-    DiskFull,
     JournalError,
     PolarnodeError,
     Refused,
@@ -52,6 +51,7 @@ from polarnode.journal import entries
 from polarnode.journal.entries import Entry, evaluation_entry, refusal_entry, reward_entry
 from polarnode.journal.journal import Journal
 from polarnode.merge.trajectory import Identity, Result
+from polarnode.rollouts.admission import insist_writable
 from polarnode.rollouts.captures import HARNESS
 from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
 from polarnode.rollouts.lifecycle import new_session_id
@@ -106,8 +106,8 @@ class Evaluations:
             return evolve(found, created=False)
 
     async def _taken(self, spec: EvaluationSpec, idempotency_key: str | None) -> EvaluationStatus:
-        if self.journal.refuses_tasks:
-            raise DiskFull("the journal's disk is full: free some, then send the evaluation again")
+        full = "the journal's disk is full: free some, then send the evaluation again"
+        insist_writable(self.journal.statistics(), full)
         if len(self._left) >= MOST_OPEN:
             raise Busy(f"{MOST_OPEN} evaluations are not finished: send it later", retry_after=RETRY_S)
         if spec.evaluator is not None:

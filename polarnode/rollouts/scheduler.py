@@ -396,6 +396,9 @@ async def recover(
 
     A group that has enough gets no new attempts: the node died before it had ended all its sessions.
     """
+    if journal.damage is not None:
+        report(f"{journal.damage}; sessions of an earlier run stay as they are until then")
+        return
     held = await journal.query(held_sessions)
     unfinished = [
         each

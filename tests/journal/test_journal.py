@@ -16,7 +16,7 @@ from journal_samples import Clock, make_identity, make_spec, make_trajectory, ma
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.codec import pack_turn, trajectory_json
-from polarnode.core.errors import JournalError, Refused
+from polarnode.core.errors import JournalDamaged, JournalError, Refused
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.journal import writer
 from polarnode.journal.entries import Entry
@@ -801,9 +801,13 @@ async def test_one_entrys_bug_costs_that_entry_only(opened: Open, caplog: pytest
             journal.turn(make_turn("a", 1))
             journal._writer.put(Entry(1, buggy))
             journal.turn(make_turn("a", 2))
+        with pytest.raises(JournalDamaged, match="4 entries could not be written"):
+            await journal.flushed()
         await journal.flushed()
         assert len(await journal.turns("a")) == 3
-        assert journal.statistics().dropped == 4
+        state = journal.statistics()
+        assert (state.dropped, state.refuses_tasks) == (4, True)
+        assert "no new work is taken" in (state.warning or "")
     assert "ZeroDivisionError" in caplog.text
     assert "IntegrityError" in caplog.text
 

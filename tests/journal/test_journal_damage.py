@@ -1,8 +1,12 @@
-"""A row that is damaged, or that cannot be written as JSON, costs itself alone and is named."""
+"""A row that is damaged, or that cannot be written as JSON, costs itself alone and is named. A damaged file
+takes nothing new, which `polarnode.journal.condition` says.
+"""
 
+import os
+import random
 import sqlite3
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,10 +18,12 @@ from journal_samples import make_identity, make_spec, make_trajectory, make_turn
 from polarnode.api.exports import export
 from polarnode.api.query import Query
 from polarnode.core.codec.json import TOO_DEEP
+from polarnode.core.errors import JournalDamaged, JournalError
 from polarnode.core.trajectory import LeftOut, Outcome, Trajectory
 from polarnode.journal.damage import checksum, encoded
 from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.schema import PAGE_BYTES
 from polarnode.journal.values import Filters, json_encoder
 from polarnode.merge.trajectory import Result, assemble
 
@@ -338,9 +344,11 @@ def corrupt(*_: object) -> NoReturn:
 async def test_an_entry_that_meets_a_damaged_page_costs_itself(opened: Open) -> None:
     async with opened() as journal:
         journal._writer.put(Entry(1, corrupt))
-        await fill(journal, "a")
+        with pytest.raises(JournalDamaged, match="1 entries could not be written"):
+            await fill(journal, "a")
         assert [key for _, key, _ in await told(journal)] == keys("a")
-        assert (journal.statistics().dropped, journal.statistics().warning) == (1, None)
+        assert journal.damaged.is_set()
+        assert (journal.statistics().dropped, journal.statistics().refuses_tasks) == (1, True)
 
 
 async def test_pruning_that_meets_a_damaged_page_stops_no_writing(
@@ -350,7 +358,91 @@ async def test_pruning_that_meets_a_damaged_page_stops_no_writing(
     async with opened() as journal:
         await fill(journal, "a")
         assert [key for _, key, _ in await told(journal)] == keys("a")
+        assert "is damaged" in (journal.statistics().damage or "")
     assert "cannot prune" in caplog.text
+
+
+# ── what is refused when the file is damaged ──────────────────────────────────────────────────────
+
+
+def overwrite(path: Path, page: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek((page - 1) * PAGE_BYTES)
+        file.write(data)
+
+
+def root_of(path: Path, name: str) -> int:
+    with closing(sqlite3.connect(path)) as db:
+        (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (name,)).fetchone()
+        return int(page)
+
+
+@pytest.mark.parametrize(
+    "name", ["turns", "trajectories", "sqlite_autoindex_turns_1", "sqlite_autoindex_sessions_1"]
+)
+async def test_damaged_page_refuses_new_work(opened: Open, tmp_path: Path, name: str) -> None:
+    async with opened() as journal:
+        await fill(journal, *(f"s{number}" for number in range(60)), turns=8)
+    path = tmp_path / "journal.sqlite"
+    overwrite(path, root_of(path, name), random.Random(name).randbytes(PAGE_BYTES))
+    async with opened() as journal:
+        state = journal.statistics()
+        assert "is damaged" in (state.damage or "")
+        assert (state.warning, state.refuses_tasks) == (state.damage, True)
+        assert journal.damaged.is_set()
+        with pytest.raises(JournalDamaged, match="put a copy of the file back"):
+            journal.insist_whole()
+
+
+@pytest.mark.parametrize("pages", [range(1, 2), range(2, 4), range(3, 6), range(6, 12), range(20, 30)])
+async def test_zeroed_pages_give_a_sentence(opened: Open, tmp_path: Path, pages: range) -> None:
+    async with opened() as journal:
+        await fill(journal, *(f"s{number}" for number in range(20)))
+    for page in pages:
+        overwrite(tmp_path / "journal.sqlite", page, bytes(PAGE_BYTES))
+    sentence = ""
+    try:
+        async with opened() as journal:
+            sentence = journal.statistics().damage or ""
+    except JournalError as error:
+        sentence = str(error)
+    assert ("is damaged" in sentence) or ("cannot be opened" in sentence)
+    assert "or move it away to start a new one" in sentence
+
+
+async def test_emptied_journal_is_not_begun_again(opened: Open, tmp_path: Path) -> None:
+    async with opened() as journal:
+        await fill(journal, "a")
+    path = tmp_path / "journal.sqlite"
+    os.truncate(path, 0)
+    with pytest.raises(JournalError, match="is empty, and no node leaves it so: put a copy of it back"):
+        async with opened():
+            pytest.fail("opened")
+    assert path.stat().st_size == 0
+    path.unlink()
+    async with opened() as journal:
+        assert journal.last_seq == 0
+
+
+async def test_log_of_lost_journal_is_kept(opened: Open, tmp_path: Path) -> None:
+    path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
+    async with opened() as journal:
+        await fill(journal, "a")
+        kept = log.read_bytes()
+    path.unlink()
+    log.write_bytes(kept)
+    with pytest.raises(JournalError, match="has its last commits"):
+        async with opened():
+            pytest.fail("opened")
+    assert log.read_bytes() == kept
+
+
+async def test_creation_begins_again_where_killed(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite.new").write_bytes(b"half")
+    (tmp_path / "journal.sqlite.new-wal").write_bytes(b"half")
+    async with opened() as journal:
+        await fill(journal, "a")
+    assert "journal.sqlite.new" not in os.listdir(tmp_path)
 
 
 def test_a_checksum_is_of_what_sqlite_gives_back() -> None:
