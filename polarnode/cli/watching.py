@@ -4,6 +4,7 @@ The events are read in a thread of their own, because the table is drawn anew wh
 the same with and without a terminal.
 """
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ from polarnode.core.status import LiveSessionStatus
 WARNINGS = ("gap", "unreadable")
 PATIENCE_S = 600.0  # for a node that restarts
 REFRESH_S = 1.0  # between two looks at the sessions that run: each is one small request
+LINE = 300  # characters of an exception: the name of a module is in the first words
 TABLE_ROWS = 12  # of sessions that run: the lines of those that ended stay in sight above them
 
 
@@ -45,19 +47,68 @@ def watch(
     node.client().status() if task_id is None else node.client().task(task_id)
     after = NEWEST if newest else None
     events = client.trajectories(consumer=consumer, task_id=task_id, after=after, ack=consumer is not None)
-    console = open_console()
+    console, ends = open_console(), SameEnds()
     if as_json:
         for event in events:
-            click.echo(codec.dump_json(summary(event)))
+            note = ends.note(event)
+            click.echo(codec.dump_json({**summary(event), **({"note": note} if note else {})}))
     elif console.is_terminal:
-        _watch_live(client, events, task_id, console)
+        _watch_live(client, events, task_id, console, ends)
     else:
         for event in events:
-            _print(console, event)
+            _print(console, event, ends)
 
 
-def _print(console: Console, event: Event) -> None:
+def _print(console: Console, event: Event, ends: "SameEnds") -> None:
     console.print(line(event), soft_wrap=True, style="yellow" if event.kind in WARNINGS else "")
+    if (note := ends.note(event)) is not None:
+        console.print(note, soft_wrap=True, style="yellow")
+
+
+# ── tests that end alike ──────────────────────────────────────────────────────
+
+# sessions whose group is still awaited: a node runs some hundreds, and of some groups a reader that began
+# late never hears
+AWAITED = 1 << 16
+# the last line of a traceback, as Python prints it and as pytest does
+EXCEPTION = re.compile(
+    r"^(?:E +)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE
+)
+TRACED = re.compile(r"^Traceback \(most recent call last\)|^E  ", re.MULTILINE)
+
+
+@define(eq=False)
+class SameEnds:
+    """How the tests of a group's samples ended: all in the same traceback is a fault of the test more often
+    than of every sample.
+    """
+
+    _ends: dict[str, str | None] = field(factory=dict, init=False)  # by session, oldest first
+
+    def note(self, event: Event) -> str | None:
+        """What to say of a group that is over, of whose sessions all were seen."""
+        if event.kind == "trajectory":
+            self._ends[event.data["session_id"]] = exception_of(event.data)
+            if len(self._ends) > AWAITED:
+                del self._ends[next(iter(self._ends))]
+        if event.kind != "group":
+            return None
+        ends = [self._ends.pop(each["session_id"], None) for each in event.data["sessions"]]
+        if len(ends) < 2 or ends[0] is None or len(set(ends)) > 1:
+            return None
+        return f"the tests of all {len(ends)} samples ended in the same traceback: {harmless(ends[0])}"
+
+
+def exception_of(value: Mapping[str, Any]) -> str | None:
+    """The exception that a session's test ended in; None where it gave a reward, or ended otherwise."""
+    outcome, found = value["outcome"], (value.get("metrics") or {}).get("evaluation")
+    said = found.get("output_tail") if isinstance(found, Mapping) else None
+    if said is None and outcome.get("boundary") == "evaluator":
+        said = outcome.get("reason")
+    if value.get("reward") or not isinstance(said, str) or not TRACED.search(said):
+        return None
+    lines = EXCEPTION.findall(said)
+    return lines[-1].strip()[:LINE] if lines else None
 
 
 # ── on a terminal ─────────────────────────────────────────────────────────────
@@ -101,7 +152,11 @@ class WatchedEvents:
 
 
 def _watch_live(
-    client: PolarnodeClient, events: Iterator[Event], task_id: str | None, console: Console
+    client: PolarnodeClient,
+    events: Iterator[Event],
+    task_id: str | None,
+    console: Console,
+    ends: SameEnds,
 ) -> None:
     reader, ended = WatchedEvents(events), Counter[str]()
     look = PolarnodeClient(client.base_url, token=client.token, patience_s=0.0)
@@ -111,7 +166,7 @@ def _watch_live(
                 live.update(_now(look, task_id), refresh=True)
                 event = reader.next(REFRESH_S)
                 while event is not None:
-                    _print(console, event)
+                    _print(console, event, ends)
                     if event.kind == "trajectory":
                         ended[event.data["outcome"]["status"]] += 1
                     event = reader.next(0) if not reader.queue.empty() else None

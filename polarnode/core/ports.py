@@ -151,6 +151,11 @@ class Engine(Protocol):
     def generate(self, order: GenerateOrder) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
 
 
+# what shells and Podman mean by an exit code
+NOT_RUN: Final = {
+    126: "a program could not be executed",
+    127: "a program was not found in its image",
+}
 # The exit code of a program that lost its own: it let its monitor trace it (PTRACE_TRACEME), which then takes
 # its first stop for its end. Programs have 0 to 255.
 LOST: Final = -1

@@ -134,16 +134,19 @@ async def _tested(finished: Finished, config: CommandConfig) -> Verdict:
     # what the test started, and what of the agent's it may have woken, changes no reward any more
     await finished.runtime.end_processes()
     if path is None:
-        return Verdict(reward=float(ended.exit_code == 0), metrics=_metrics(ended))
+        why = contract.insist_run(finished, ended.exit_code, _tail(ended))
+        return Verdict(reward=float(ended.exit_code == 0), metrics={**why, **_metrics(ended)})
     content = await read(finished.runtime, path)
     if content is None:
+        contract.insist_run(finished, ended.exit_code, _tail(ended))
         output = _tail(ended).strip() or "it printed nothing"
         raise EvaluatorError(f"the test ended with exit code {ended.exit_code} and wrote no {path}: {output}")
     value = parsed(content, path)
-    if not isinstance(value, dict):
-        return Verdict(reward=finite(value, path, content), metrics=_metrics(ended))
-    reward = finite(value.get("reward"), path, content)
-    return Verdict(reward=reward, metrics={**without(value, "reward"), **_metrics(ended)})
+    more = without(value, "reward") if isinstance(value, dict) else {}
+    reward = finite(value.get("reward") if isinstance(value, dict) else value, path, content)
+    # many tests write a 0 first and what they found last
+    why = contract.insist_run(finished, ended.exit_code, _tail(ended)) if reward == 0 else {}
+    return Verdict(reward=reward, metrics={**more, **why, **_metrics(ended)})
 
 
 def _metrics(ended: Ended) -> dict[str, Json]:

@@ -9,7 +9,9 @@ error and never dropped. Every process that a test started is ended before its r
 container's own `timeout` limits a program; in an image without one only the post budget does.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from posixpath import normpath
 from typing import TypeGuard, TypeVar
 
 from attrs import frozen
@@ -18,7 +20,7 @@ from polarnode.core import codec
 from polarnode.core.codec.limits import REWARD
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused
-from polarnode.core.ports import Clock, Judge, Runtime
+from polarnode.core.ports import NOT_RUN, Clock, Judge, Runtime
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 
 # ── evaluator ──────────────────────────────────────────────────────────────────
@@ -47,7 +49,8 @@ class Finished:
     `judge(name)`: a judge of the node's config; EvaluatorError for an unknown name. `prepare`: runs the
     task's `eval_prepare` in `runtime`. An evaluator with `copies=False` and a fresh runtime awaits it after
     moving the agent's work there; for any other it has already run. `kept`: of a session that is evaluated
-    again, what `left` has of it; None: all.
+    again, what `left` has of it; None: all. `brought`: absolute paths of the files that the task brings,
+    which are not the agent's work.
     """
 
     runtime: Runtime
@@ -61,6 +64,7 @@ class Finished:
     metadata: Mapping[str, Json]
     prepare: Callable[[], Awaitable[None]] = _prepared
     kept: Kept | None = None
+    brought: frozenset[str] = frozenset()
 
 
 Evaluate = Callable[[Finished], Awaitable[Verdict]]
@@ -217,6 +221,7 @@ TAIL = 2000  # characters of an output kept in metrics: enough for a traceback's
 LOG_BYTES = 2 << 20
 NAMES = 50  # test names shown per kind; PASS_TO_PASS can have thousands
 NAME = 200  # characters of one name: parametrized ids hold whole documents
+LINE = 500  # characters of the line in which a program is not found: runc's has a path of its own before it
 GRACE_S = 5  # seconds between TERM and KILL: pytest writes its summary in them
 # said on the stderr the program does not have: its exit code alone may be its own, or the kernel's out of
 # memory
@@ -279,8 +284,10 @@ async def run_script(
     argv = ["sh", "-c", WITHIN, "sh", f"{GRACE_S}", f"{within_s:g}", FROM_INPUT]
     ended = await runtime.run(argv, user=user, workdir=workdir, env=env, stdin=script.encode())
     await runtime.end_processes()
-    output = ended.stdout[-LOG_BYTES:].decode("utf-8", "replace")
-    cut = ended.truncated or len(ended.stdout) > LOG_BYTES
+    # a runtime that finds no shell says so on the other stream
+    whole = ended.stdout + (ended.stderr if ended.exit_code in NOT_RUN else b"")
+    output = whole[-LOG_BYTES:].decode("utf-8", "replace")
+    cut = ended.truncated or len(whole) > LOG_BYTES
     return ProgramResult(
         exit_code=ended.exit_code, output=output, timed_out=ended.stderr == TIMED_OUT, truncated=cut
     )
@@ -291,6 +298,37 @@ def shown(names: Iterable[str]) -> list[Json]:
     kept = sorted(names)
     more = [f"… and {len(kept) - NAMES} more"] if len(kept) > NAMES else []
     return [*(name[:NAME] for name in kept[:NAMES]), *more]
+
+
+# How shells, env, timeout and runc name a program that they could not run.
+UNRUN = re.compile(
+    r"""exec: "(?P<exec>[^"]+)": |["'`‘]?(?P<name>[^\s"'`‘’:]+)["'`’]?: """
+    r"(?:command not found|not found|No such file|Permission denied|Is a directory|cannot execute)",
+    re.IGNORECASE,
+)
+
+
+def insist_run(finished: Finished, exit_code: int, output: str) -> dict[str, Json]:
+    """Raise EvaluatorError for a test without a reward that could not run: its exit code says so, and it
+    judged nothing. A program of the agent's that is not there is a failed test; return the metric that says
+    so.
+    """
+    if exit_code not in NOT_RUN:
+        return {}
+    found = [match["exec"] or match["name"] for match in UNRUN.finditer(output)]
+    if found and _of_the_agent(finished, found[-1]):
+        return {"reason": f"the test ran {found[-1]:.{NAME}}, which the agent did not leave as a program"}
+    said = next(
+        (line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing"
+    )
+    raise EvaluatorError(f"the test ended with exit code {exit_code}: {NOT_RUN[exit_code]} ({said:.{LINE}})")
+
+
+def _of_the_agent(finished: Finished, program: str) -> bool:
+    """Whether a program belongs to the workdir, and the task did not bring it."""
+    workdir = finished.runtime.workdir
+    path = normpath(codec.in_workdir(program, workdir))
+    return "/" in program and path.startswith(f"{workdir.rstrip('/')}/") and path not in finished.brought
 
 
 def stderr_tail(output: bytes) -> str:

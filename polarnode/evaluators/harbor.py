@@ -150,9 +150,12 @@ async def _verdict(finished: Finished, config: HarborConfig, ran: ProgramResult)
         content = await command.read(finished.runtime, path)
         if content is not None:
             reward, more = _read(content, path, config)
-            return Verdict(reward=reward, metrics={**more, **ran.metrics})
+            why = contract.insist_run(finished, ran.exit_code, ran.tail) if reward == 0 else {}
+            return Verdict(reward=reward, metrics={**more, **why, **ran.metrics})
+    why = contract.insist_run(finished, ran.exit_code, ran.tail)
     if config.test_command is None and TEST not in config.tests:
-        return Verdict(reward=float(ran.exit_code == 0), metrics={"by": "exit_code", **ran.metrics})
+        metrics: dict[str, Json] = {"by": "exit_code", **why, **ran.metrics}
+        return Verdict(reward=float(ran.exit_code == 0), metrics=metrics)
     raise EvaluatorError(
         f"the tests ended with exit code {ran.exit_code} and wrote no reward to {config.verifier_dir}:"
         f" {ran.tail}"

@@ -20,7 +20,7 @@ from attrs import field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError
-from polarnode.core.ports import Ended, Runtime
+from polarnode.core.ports import NOT_RUN, Ended, Runtime
 from polarnode.evaluators.contract import Finished, stderr_tail
 
 # ── scripts ────────────────────────────────────────────────────────────────────
@@ -415,6 +415,11 @@ async def _commanded(agent: Runtime, of: Repository, command: str) -> Patch | Un
     ended = await agent.run(
         _argv(KEPT_OUT, of, of.folder, command, f"{PATCH_BYTES + 1}"), user=of.user, workdir="/"
     )
+    if ended.exit_code in NOT_RUN:  # the root that programs lie in is not the agent's to write
+        raise EvaluatorError(
+            f"the patch command ended with exit code {ended.exit_code}: {NOT_RUN[ended.exit_code]}"
+            f" ({stderr_tail(ended.stderr)})"
+        )
     if ended.exit_code != 0:
         return Unusable(
             reason=f"the patch command ended with exit code {ended.exit_code}: {stderr_tail(ended.stderr)}"

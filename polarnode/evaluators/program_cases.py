@@ -21,7 +21,7 @@ from attrs import define, evolve, field, frozen
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError
-from polarnode.core.ports import LOST, Ended, TimedProgram
+from polarnode.core.ports import LOST, NOT_RUN, Ended, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
 from polarnode.evaluators.command import REMOVE
@@ -270,7 +270,19 @@ class _Run:
         ran = await self._timed(case.argv, stdin=case.stdin, env=case.env, within_s=case.timeout)
         if ran.ended is None:
             return ran
-        return evolve(ran, reason=_end_difference(case, ran.ended) or await self._files(case))
+        reason = _end_difference(case, ran.ended) or await self._files(case)
+        if reason is not None and ran.ended.exit_code in NOT_RUN:
+            await self._insist_program(case.argv[0], ran.ended)
+        return evolve(ran, reason=reason)
+
+    async def _insist_program(self, name: str, ended: Ended) -> None:
+        """Raise EvaluatorError where a case's program is neither there nor the agent's to make. Asked of the
+        container, because a program of the agent's may end with any exit code.
+        """
+        found = await self._timed(("sh", "-c", 'command -v -- "$1"', "sh", name), stdin="")
+        if found.ended is None or found.ended.exit_code != 0:
+            said = f'exec: "{name}": {contract.stderr_tail(ended.stderr or ended.stdout)}'
+            contract.insist_run(self.finished, ended.exit_code, said)
 
     async def _prepare(self, case: Case) -> str | None:
         """Remove what an earlier run left at the outputs and write the case's files; why that failed."""

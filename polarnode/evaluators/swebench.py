@@ -28,10 +28,10 @@ from attrs import frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, Refused, boundary
-from polarnode.core.ports import Runtime
+from polarnode.core.ports import NOT_RUN, Runtime
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract, patches
-from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script, shown
+from polarnode.evaluators.contract import NAME, Evaluator, Finished, ProgramResult, run_script, shown
 
 # ── config ─────────────────────────────────────────────────────────────────────
 
@@ -475,9 +475,24 @@ def _verdict(package: Package, spec: Spec, ran: ProgramResult, patch: patches.Pa
         return Verdict(reward=0.0, metrics={**metrics, "reason": reason})
     report = graded(package, spec, log)
     resolved = bool(report["resolved"])
+    if not resolved and (missing := _no_program(report, log)):
+        raise EvaluatorError(f"the instance's tests could not run: {NOT_RUN[127]} ({missing})")
     return Verdict(
         reward=float(resolved), metrics={**metrics, **_report_metrics(report), "resolved": resolved}
     )
+
+
+# what bash says in a script; a path is a file of the repository, which the agent's patch may have removed
+NO_PROGRAM = re.compile(r"^.*: line \d+: [^\s/:]+: command not found$", re.MULTILINE)
+
+
+def _no_program(report: Mapping[str, Any], log: str) -> str | None:
+    """The line of a program that was not found, where no test passed."""
+    status = report.get("tests_status") or {}
+    if any(status[kind]["success"] for kind in KINDS if kind in status):
+        return None
+    found = NO_PROGRAM.search(log)
+    return found and found[0][:NAME]
 
 
 def _log(package: Package, ran: ProgramResult) -> str:

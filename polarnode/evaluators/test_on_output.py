@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Verdict
@@ -92,7 +92,14 @@ async def evaluate(finished: Finished) -> Verdict:
         user=config.user,
         workdir=config.repo_dir,
     )
-    return _verdict(expected(config), ran, moved)
+    why = ran_at_all(finished, ran)
+    found = _verdict(expected(config), ran, moved)
+    return evolve(found, metrics={**found.metrics, **why})
+
+
+def ran_at_all(finished: Finished, ran: ProgramResult) -> dict[str, Json]:
+    """Raise EvaluatorError where no test was seen because a program could not run."""
+    return {} if statuses(ran.output) else contract.insist_run(finished, ran.exit_code, ran.tail)
 
 
 def _repository(config: TestOnOutputConfig) -> patches.Repository:

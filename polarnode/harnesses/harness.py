@@ -20,7 +20,7 @@ from attrs import frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EngineError, Refused
-from polarnode.core.ports import LOST, HarnessOrder, Launch
+from polarnode.core.ports import LOST, NOT_RUN, HarnessOrder, Launch
 from polarnode.core.task import McpServerSpec
 from polarnode.core.trajectory import Outcome, Turn
 
@@ -126,12 +126,7 @@ def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
 
 # ── outcomes ───────────────────────────────────────────────────────────────────
 
-# what shells and Podman mean by an exit code
-EXIT_CODES: Final = {
-    126: ": a program could not be executed",
-    127: ": a program was not found in its image",
-    LOST: ": it let itself be traced (PTRACE_TRACEME), so that its own is lost",
-}
+EXIT_CODES: Final = {**NOT_RUN, LOST: "it let itself be traced (PTRACE_TRACEME), so that its own is lost"}
 
 
 def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
@@ -179,8 +174,8 @@ def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
 def _plain(exit_code: int) -> Outcome:
     if exit_code == 0:
         return Outcome(status="completed", exit_code=0)
-    meaning = EXIT_CODES.get(exit_code, "")
-    reason = f"the harness ended with exit code {exit_code}{meaning}"
+    meaning = EXIT_CODES.get(exit_code)
+    reason = f"the harness ended with exit code {exit_code}{f': {meaning}' if meaning else ''}"
     return Outcome(status="failed", exit_code=exit_code, reason=reason)
 
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from posixpath import normpath
 from typing import NoReturn, cast
 
 import trio
@@ -80,6 +81,9 @@ def finished(
         instruction=spec.instruction,
         config=spec.evaluator.config,
         metadata=spec.metadata,
+        brought=frozenset(
+            normpath(codec.in_workdir(each.path, runtime.workdir)) for each in spec.runtime.files
+        ),
     )
 
 

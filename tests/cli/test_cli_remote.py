@@ -128,6 +128,63 @@ async def test_watching_an_unknown_task_says_so(tmp_path: Path) -> None:
     assert "no task 'gone' is in this node's journal" in result.output
 
 
+BROKEN = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'yaml'\n"
+COLLECTED = "E   ModuleNotFoundError: No module named 'yaml'\n=== 1 error in 0.1s ===\n"
+FAILED = "Traceback (most recent call last):\nAssertionError: 3 != 4\n"
+
+
+def of_tests(*tails: str | None, reward: float = 0.0) -> list[Event]:
+    """The events of one group, each session with the output of its test."""
+    values = [
+        {
+            "session_id": f"s-{index}",
+            "outcome": {"status": "completed"},
+            "reward": reward,
+            "metrics": {} if tail is None else {"evaluation": {"exit_code": 1, "output_tail": tail}},
+        }
+        for index, tail in enumerate(tails)
+    ]
+    sessions = [{"session_id": each["session_id"]} for each in values]
+    kinds = [("trajectory", each) for each in values] + [("group", {"sessions": sessions})]
+    return [Event(seq=seq, kind=kind, key=kind, data=data) for seq, (kind, data) in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (of_tests(BROKEN, BROKEN, COLLECTED), "all 3 samples"),
+        (of_tests(BROKEN, FAILED), None),
+        (of_tests(BROKEN, None), None),
+        (of_tests(BROKEN), None),
+        (of_tests(BROKEN, BROKEN, reward=0.5), None),
+        (of_tests("FAILED: no luck", "FAILED: no luck"), None),
+    ],
+)
+def test_tests_that_end_in_one_traceback(events: list[Event], said: str | None) -> None:
+    ends = watching.SameEnds()
+    notes = [ends.note(each) for each in events]
+    assert notes[:-1] == [None] * (len(events) - 1)
+    assert (notes[-1] is None) is (said is None)
+    if said is not None:
+        assert notes[-1] == (
+            f"the tests of {said} ended in the same traceback: ModuleNotFoundError: No module named 'yaml'"
+        )
+
+
+async def test_watch_tells_of_a_broken_test(tmp_path: Path) -> None:
+    broken = {"evaluation": {"exit_code": 1, "output_tail": BROKEN}}
+    async with open_plane(tmp_path / "journal") as plane:
+        await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
+        await publish(plane, *(evolve(each, metrics=broken) for each in of_task("t", 0.0, 0.0)))
+        lines = (await invoke(plane, "watch", "--task", "t")).output.splitlines()
+        events = (await invoke(plane, "watch", "--task", "t", "--json")).output.splitlines()
+    said = (
+        "the tests of all 2 samples ended in the same traceback: ModuleNotFoundError: No module named 'yaml'"
+    )
+    assert lines[3] == said
+    assert [json.loads(each).get("note") for each in events] == [None, None, said, None]
+
+
 def test_every_kind_of_event_is_one_line() -> None:
     gap = Event(seq=4, kind="gap", key="gap", data={"after": 0, "oldest": 5})
     assert watching.line(gap) == "events 0 to 5 are no longer kept: read more often"

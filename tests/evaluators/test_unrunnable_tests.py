@@ -1,0 +1,139 @@
+"""A test that cannot run judges nothing: it is the task's error and never a reward of 0. What the agent did not
+leave is a failed test.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from evaluators_kit import finished
+from shell_runtime import TESTBED, ShellRuntime
+
+from polarnode.core.errors import EvaluatorError
+from polarnode.core.ports import Ended
+from polarnode.core.trajectory import Verdict
+from polarnode.evaluators import command, harbor, patches, program_cases
+from polarnode.evaluators import test_on_output as on_output
+from polarnode.evaluators.contract import ProgramResult
+from polarnode.evaluators.swebench import NO_PROGRAM
+
+NOT_FOUND = "exit code 127: a program was not found in its image"
+NOT_EXECUTED = "exit code 126: a program could not be executed"
+
+
+async def scripted(folder: Path, script: str, *brought: str, **config: Any) -> Verdict:
+    done = finished(ShellRuntime(folder=folder), {"script": script, **config})
+    return await command.evaluate(attrs.evolve(done, brought=frozenset(brought)))
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("pytest-nosuch -q", NOT_FOUND),
+        ("cd / && pytest-nosuch", NOT_FOUND),
+        ("/nosuch/test.sh", NOT_FOUND),
+        ("bash /nosuch/test.sh", NOT_FOUND),
+        ("env pytest-nosuch", NOT_FOUND),
+        ("exec pytest-nosuch", NOT_FOUND),
+        ("exit 127", NOT_FOUND),
+        ("/proc/version", NOT_EXECUTED),
+        ("/tmp", NOT_EXECUTED),
+    ],
+)
+async def test_unrunnable_scripts_are_errors(tmp_path: Path, script: str, why: str) -> None:
+    with pytest.raises(EvaluatorError, match=why):
+        await scripted(tmp_path, script)
+
+
+@pytest.mark.parametrize("script", ["./app", "bash ./app", "touch app; ./app"])
+async def test_missing_work_fails_the_test(tmp_path: Path, script: str) -> None:
+    verdict = await scripted(tmp_path, script)
+    assert verdict.reward == 0.0
+    assert "which the agent did not leave as a program" in str(verdict.metrics["reason"])
+
+
+async def test_files_of_the_task_are_no_work(tmp_path: Path) -> None:
+    (tmp_path / "check.sh").write_text("true\n")  # the mode that runs it was forgotten
+    with pytest.raises(EvaluatorError, match=NOT_EXECUTED):
+        await scripted(tmp_path, "./check.sh", f"{TESTBED}/check.sh")
+
+
+async def test_a_zero_written_first_is_no_judgement(tmp_path: Path) -> None:
+    reward = f"{TESTBED}/reward"
+    with pytest.raises(EvaluatorError, match=NOT_FOUND):
+        await scripted(tmp_path, "echo 0 > reward; pytest-nosuch && echo 1 > reward", reward_file=reward)
+    with pytest.raises(EvaluatorError, match=NOT_FOUND):
+        await scripted(tmp_path, "rm -f reward; pytest-nosuch", reward_file=reward)
+    judged = await scripted(tmp_path, "echo 0.5 > reward; tidy-up-nosuch", reward_file=reward)
+    assert judged.reward == 0.5
+
+
+@attrs.define
+class Executed(ShellRuntime):
+    """Says what runc says of a program that it does not find."""
+
+    said: str = ""
+
+    async def run(self, argv: Any, **said: Any) -> Ended:
+        if self.said and argv[0] != "rm":
+            return Ended(exit_code=127, stdout=b"", stderr=self.said.encode())
+        return await super().run(argv, **said)
+
+
+RUNC = (
+    "Error: runc: exec failed: unable to start container process: exec: {}: OCI runtime attempted to invoke a"
+    " command that was not found"
+)
+
+
+async def test_programs_that_runc_misses(tmp_path: Path) -> None:
+    missing = RUNC.format('"pytest-nosuch": executable file not found in $PATH')
+    runtime = Executed(folder=tmp_path, said=missing)
+    with pytest.raises(EvaluatorError, match=f"{NOT_FOUND}.*pytest-nosuch"):
+        await command.evaluate(finished(runtime, {"argv": ["pytest-nosuch", "-q"]}))
+    with pytest.raises(EvaluatorError, match=f"{NOT_FOUND}.*pytest-nosuch"):
+        await harbor.evaluate(finished(runtime, {"tests": {"run-tests.sh": "true"}}))
+    runtime.said = RUNC.format('"./app": stat ./app: no such file or directory')
+    assert (await command.evaluate(finished(runtime, {"argv": ["./app"]}))).reward == 0.0
+
+
+async def test_unrunnable_harbor_tests(tmp_path: Path) -> None:
+    folders = {"tests_target": f"{TESTBED}/tests", "verifier_dir": f"{TESTBED}/logs"}
+    zero = f"echo 0 > {TESTBED}/logs/reward.txt\npytest-nosuch\n"
+    for tests in ({"test.sh": zero}, {"test.sh": "pytest-nosuch\n"}, {"run-tests.sh": "pytest-nosuch\n"}):
+        with pytest.raises(EvaluatorError, match=NOT_FOUND):
+            await harbor.evaluate(finished(ShellRuntime(folder=tmp_path), {"tests": tests, **folders}))
+
+
+async def test_programs_of_cases(tmp_path: Path) -> None:
+    cases = [{"stdin": "a", "stdout": "b"}, {"stdin": "b", "stdout": "b"}]
+    runtime = ShellRuntime(folder=tmp_path)
+    missing = Executed(folder=tmp_path, said=RUNC.format('"python9": executable file not found in $PATH'))
+    with pytest.raises(EvaluatorError, match=NOT_FOUND):
+        await program_cases.evaluate(finished(missing, {"argv": ["python9", "a.py"], "cases": cases}))
+    own = await program_cases.evaluate(finished(runtime, {"argv": ["sh", "-c", "exit 127"], "cases": cases}))
+    assert own.reward == 0.0, "a program that is there may end with any code"
+
+
+async def test_a_patch_command_that_cannot_run(tmp_path: Path) -> None:
+    runtime = ShellRuntime(folder=tmp_path)
+    of = patches.Repository(folder=TESTBED, command="git-nosuch diff")
+    with pytest.raises(EvaluatorError, match="the patch command ended with exit code 127"):
+        await patches.extract(runtime, runtime, of)
+
+
+def test_output_without_tests(tmp_path: Path) -> None:
+    ran = ProgramResult(
+        exit_code=127, output="bash: line 1: pytest: command not found\n", timed_out=False, truncated=False
+    )
+    done = finished(ShellRuntime(folder=tmp_path), {})
+    with pytest.raises(EvaluatorError, match=NOT_FOUND):
+        on_output.ran_at_all(done, ran)
+    assert on_output.ran_at_all(done, attrs.evolve(ran, output=f"{ran.output}PASSED a.py::test_a\n")) == {}
+
+
+def test_programs_that_an_instance_misses() -> None:
+    log = "+ pytest -rA\n/eval.sh: line 12: pytest: command not found\n"
+    assert NO_PROGRAM.search(log)
+    assert not NO_PROGRAM.search("/eval.sh: line 12: ./tests/runtests.py: command not found\n")
