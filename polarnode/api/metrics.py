@@ -203,6 +203,7 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
         lambda host: host.token_usage,
     )
     yield from _of_residency(engine)
+    yield from _of_drafts(engine)
     restarts = CounterMetricFamily(
         "polarnode_engine_restarts", "Times the engine host was started again.", labels=["host"]
     )
@@ -212,6 +213,22 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "polarnode_engine_paused", "1 while generation is paused.", float(engine.paused is not None)
     )
+
+
+def _of_drafts(engine: EngineStatistics) -> Iterator[Metric]:
+    tokens = CounterMetricFamily(
+        "polarnode_engine_draft_tokens",
+        "Tokens that the engine drafted, and those of them that it accepted.",
+        labels=["host", "kind"],
+    )
+    steps = CounterMetricFamily(
+        "polarnode_engine_verify_steps", "Steps in which the engine verified drafts.", labels=["host"]
+    )
+    for host in engine.hosts:
+        tokens.add_metric([str(host.index), "drafted"], host.drafted)
+        tokens.add_metric([str(host.index), "accepted"], host.accepted)
+        steps.add_metric([str(host.index)], host.verified)
+    yield from (tokens, steps)
 
 
 def _of_residency(engine: EngineStatistics) -> Iterator[Metric]:

@@ -18,6 +18,7 @@ from polarnode.core.conversation import FinishReason, Json, Sampling
 from polarnode.core.errors import ContextTooLong, EngineError, EngineRefusal
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import VersionSpan
+from polarnode.engine.drafts import check_call
 from polarnode.engine.protocol import Generate, Piece, Routed
 
 TOP_LOGPROBS = 20  # what OpenAI and Google allow; each costs 8 bytes a token on the wire
@@ -26,9 +27,11 @@ WITHHELD_TOKENS = 512
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 
-def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, routes: bool = False) -> None:
+def check_order(
+    order: GenerateOrder, *, vocab_size: int, context_length: int, routes: bool = False, drafts: str = ""
+) -> None:
     """Raise ContextTooLong, or EngineError for a request that would end the engine's process: an id outside
-    the vocabulary, an ambiguous name.
+    the vocabulary, an ambiguous name; Refused for what an engine that `drafts` does not hold.
     """
     if not _REQUEST_ID.fullmatch(order.request_id):
         raise EngineError(
@@ -72,6 +75,7 @@ def check_order(order: GenerateOrder, *, vocab_size: int, context_length: int, r
             " match",
             retryable=False,
         )
+    check_call(order, drafts)
     # the grammar would refuse what the processor chose
     if order.steering is not None and order.constraint is not None:
         raise EngineError("an order has a constraint or a steering, not both", retryable=False)

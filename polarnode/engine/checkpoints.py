@@ -117,11 +117,26 @@ def check_tensors(found: Manifest, model: Manifest) -> None:
             raise BadCheckpoint(f"{name} is {found[name].dtype}, the model's is {model[name].dtype}")
 
 
+# what checkpoints call the layers by which they draft, and what only those layers have
+_MTP = re.compile(r"(?:^|\.)mtp[._]")
+_JOINS = ".eh_proj."
+
+
+def draft_tensors(model: Manifest) -> frozenset[str]:
+    """The tensors of layers that only draft (multi-token prediction): sampling is right with old ones, and
+    most trainers have none.
+    """
+    layers = tuple({name.partition(_JOINS)[0] + "." for name in model if _JOINS in name})
+    return frozenset(name for name in model if _MTP.search(name) or name.startswith(layers))
+
+
 def check_whole(names: Iterable[str], model: Manifest) -> None:
     """Raise BadCheckpoint if tensors of the model are missing: they would keep their old values, and the
-    model would be neither old nor new.
+    model would be neither old nor new. Those that draft may all be.
     """
-    if missing := sorted(model.keys() - set(names)):
+    found, drafts = set(names), draft_tensors(model)
+    needed = model.keys() - (frozenset() if found & drafts else drafts)
+    if missing := sorted(needed - found):
         raise BadCheckpoint(f"{_some(missing)} missing: send every tensor of the model")
 
 

@@ -85,6 +85,11 @@ class Engines:
         """Whether the engine reports the routed experts of each token."""
         return (self._external or self._first()).experts is not None
 
+    @property
+    def drafts(self) -> str:
+        """The algorithm by which a host drafts tokens; empty where none does."""
+        return next((host.ready.drafts for host in self._hosts if host.ready and host.ready.drafts), "")
+
     def statistics(self) -> EngineStatistics:
         hosts = tuple(host.statistics() for host in self._hosts)
         return EngineStatistics(
@@ -105,7 +110,13 @@ class Engines:
         unknown adapter, and when no host serves within WAIT_FOR_HOST; iterating raises EngineError as soon as
         the host that serves this call dies.
         """
-        check_order(order, vocab_size=self.vocab_size, context_length=self.context_length, routes=self.routes)
+        check_order(
+            order,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            routes=self.routes,
+            drafts=self.drafts,
+        )
         async with self.adapters.leased(order.adapter) as version:
             host, call = await self._begin(order, version)
             try:

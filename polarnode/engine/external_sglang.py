@@ -24,7 +24,16 @@ from attrs import define, evolve, field
 from polarnode.core.codec.limits import is_loopback
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
-from polarnode.engine.embedded.control import CONSTRAINTS, piece, request, routed, score_request, scored
+from polarnode.engine.drafts import inexact
+from polarnode.engine.embedded.control import (
+    CONSTRAINTS,
+    DraftTotals,
+    piece,
+    request,
+    routed,
+    score_request,
+    scored,
+)
 from polarnode.engine.external import KEY_VARIABLE, Send, ServerUnreachable, Unfit, Versions, Wanted
 from polarnode.engine.protocol import (
     Failed,
@@ -71,6 +80,7 @@ class AnswerReader:
     failed: bool = field(default=False, init=False)
     # labels of chunks that were not the server's own when they came
     labels: set[str] = field(factory=set, init=False)
+    _drafts: DraftTotals = field(factory=DraftTotals, init=False)
     _label: str | None = field(init=False)
 
     @_label.default
@@ -111,7 +121,7 @@ class AnswerReader:
         if isinstance(found, Failed):
             return [self.fail(found.message, found.retryable, found.refused)]
         self.sent, self.over = total, found.finish is not None
-        found = self._named(found, str(meta.get("weight_version", "")))
+        found = self._named(self._drafts.grown(found, meta), str(meta.get("weight_version", "")))
         return [*self._experts(found, meta), found] if self.over else [found]
 
     def _named(self, found: Piece, label: str) -> Piece:
@@ -367,6 +377,7 @@ class SglangServer(HttpApi):
             weight_version=self._version,
             sglang_version=str(facts.get("version", "")),
             experts=self.wanted.experts,
+            drafts=str(facts.get("speculative_algorithm") or ""),
         )
 
     def _check(self, facts: Mapping[str, Any]) -> None:
@@ -388,6 +399,8 @@ class SglangServer(HttpApi):
         for holds, sentence in rules:
             if not holds:
                 raise Unfit(f"{self._url} {sentence}")
+        if facts.get("speculative_algorithm") and (reason := inexact(facts)):
+            raise Unfit(f"{self._url} was started with {reason}")
 
     async def _check_tokens(self) -> None:
         """Sample behind words of the node's tokenizer, and compare what the server makes of them. The common

@@ -10,6 +10,7 @@ for, never guessed.
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
 from polarnode.engine.calls import Call, to_generate
 from polarnode.engine.checkpoints import fingerprint
+from polarnode.engine.diagnosis import Diagnosis, diagnose
+from polarnode.engine.drafts import COUNTED
 from polarnode.engine.host_resources import Wires, log_tail, open_log, open_scratch, open_wires
 from polarnode.engine.protocol import (
     Abort,
@@ -55,7 +58,7 @@ from polarnode.engine.questions import Questions
 from polarnode.engine.residents import Residents
 from polarnode.engine.routing import SAMPLED, Deaths, FairQueue, HostState, HostStatistics
 from polarnode.engine.scoring import ScoreCall, ScoreTurns
-from polarnode.engine.settings import Diagnosis, EngineSettings, diagnose, engine_arguments, host_environment
+from polarnode.engine.settings import EngineSettings, engine_arguments, host_environment
 from polarnode.support.concurrency import open_process_group
 
 logger = logging.getLogger(__name__)
@@ -161,6 +164,7 @@ class Host:
     last_error: str | None = None
     restarts: int = 0
     waiting: Waiting | None = None  # for its server, as it was reported last
+    drafts: Counter[str] = field(factory=Counter)  # of what `Piece` counts
     _pid: int | None = None
     _load: Load | None = None
     scoring: ScoreTurns = field(init=False)
@@ -225,6 +229,7 @@ class Host:
             queued_sessions=self._queue.waiting_sessions,
             residency=self.residents.statistics,
             url=None if self._settings.external is None else self._settings.external.urls[self.index],
+            **self.drafts,
         )
 
     def before(self, session: str) -> int:
@@ -436,6 +441,8 @@ class Host:
     def _handle(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
             case Piece(rid=rid) | Routed(rid=rid):
+                if isinstance(message, Piece) and message.verified:
+                    self.drafts.update({name: getattr(message, name) for name in COUNTED})
                 if (call := self._calls.get(rid)) is not None:
                     if call.take(message):
                         self.residents.read(call)
@@ -559,7 +566,8 @@ class Host:
         return f"{reason} (log: {self._settings.log_path(self.index)})"
 
     def _diagnosis(self) -> Diagnosis:
-        return diagnose(log_tail(self._settings.log_path(self.index)), self._fatal_message)
+        log = log_tail(self._settings.log_path(self.index))
+        return diagnose(log, self._fatal_message, cpu=self._settings.device == "cpu")
 
     def _change(self, state: HostState) -> None:
         if state != self.state:

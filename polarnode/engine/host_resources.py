@@ -26,7 +26,7 @@ from uuid import uuid4
 from attrs import define, frozen
 
 from polarnode.core.errors import EngineError
-from polarnode.engine.settings import TAIL
+from polarnode.engine.diagnosis import TAIL
 from polarnode.support.bounded import private_opener
 
 PREFIX = "polarnode-engine-"

@@ -299,7 +299,8 @@ class Ready:
     """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together.
     `max_total_tokens` are those of its KV cache; `host_tokens` those that main memory holds besides.
 
-    `experts` is set if the engine records which experts read each token.
+    `experts` is set if the engine records which experts read each token. `drafts`: the algorithm by which it
+    drafts tokens that it then verifies; empty if it does not.
     """
 
     vocab_size: int
@@ -310,6 +311,7 @@ class Ready:
     sglang_version: str
     host_tokens: int = 0
     experts: Experts | None = field(default=None, converter=_experts)
+    drafts: str = ""
 
 
 def _spans(arrays: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
@@ -327,7 +329,8 @@ class Piece:
 
     The last piece has `finish` and, where the engine knows better than `version`, `spans` over the whole
     sample as (version, start, end). Alternatives, where they were requested: equally many for each of `ids`,
-    one token's after the other's, as int32 and float32 bytes.
+    one token's after the other's, as int32 and float32 bytes. `drafted`, `accepted`, `verified`: the drafted
+    tokens since the piece before, those of them that were right, and the engine's steps.
     """
 
     rid: str
@@ -339,6 +342,9 @@ class Piece:
     cached_tokens: int = 0
     alternative_ids: bytes = b""
     alternative_logprobs: bytes = b""
+    drafted: int = 0
+    accepted: int = 0
+    verified: int = 0
 
 
 @frozen(kw_only=True)

@@ -260,7 +260,8 @@ class HostStatistics:
     """One engine host. `in_flight` counts our calls, aborting ones included; `running` and `waiting` are the
     scheduler's own counts, at most 0.25 s old. `queued` calls, of `queued_sessions` sessions, wait in the
     node for their turn. `url`: the server of an external engine. `residency`: the sessions that its cache is
-    for; None where the policy is off or the cache's size is unknown.
+    for; None where the policy is off or the cache's size is unknown. `drafted` tokens, the `accepted` of them
+    and the steps that `verified` them, since the node started.
     """
 
     index: int
@@ -278,6 +279,9 @@ class HostStatistics:
     queued_sessions: int = 0
     url: str | None = None
     residency: ResidencyStatistics | None = None
+    drafted: int = 0
+    accepted: int = 0
+    verified: int = 0
 
 
 @frozen(kw_only=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polarnode.engine.settings import diagnose
+from polarnode.engine.diagnosis import diagnose
 
 TRACEBACK = """\
 [2026-11-21 10:26:42] Ignore import error when loading sglang.srt.models.mamba: cannot import name 'causal_conv1d_fn'

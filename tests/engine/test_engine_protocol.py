@@ -306,7 +306,7 @@ def test_a_field_of_another_type_is_no_message(fields: dict[str, object], why: s
     """The node takes what a host sends for tokens, so it takes nothing that merely looks like them."""
     valid: dict[str, object] = {
         "rid": "1" * 32, "ids": b"", "logprobs": b"", "version": "0", "finish": None, "spans": [], "cached_tokens": 0,
-        "alternative_ids": b"", "alternative_logprobs": b"",
+        "alternative_ids": b"", "alternative_logprobs": b"", "drafted": 0, "accepted": 0, "verified": 0,
     }  # fmt: skip
     code = encode(Piece(rid="1" * 32, ids=b"", logprobs=b"", version="0"))[6]
     body = msgpack.packb([[code, *(valid | fields).values()]])

@@ -8,6 +8,7 @@ import pytest
 
 from polarnode.core.errors import EngineError
 from polarnode.engine.protocol import Marks, Simulation
+from polarnode.engine.diagnosis import diagnose
 from polarnode.engine.settings import (
     CPU_MAX_TOKENS,
     CPU_MIN_TOKENS,
@@ -17,7 +18,6 @@ from polarnode.engine.settings import (
     Simulated,
     check,
     cpu_tokens,
-    diagnose,
     engine_arguments,
     gpu_groups,
     host_environment,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polarnode.engine.host_resources import log_tail, open_log, open_wires
-from polarnode.engine.settings import TAIL
+from polarnode.engine.diagnosis import TAIL
 
 
 def closed(descriptor: int) -> bool:

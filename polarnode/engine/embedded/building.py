@@ -88,6 +88,7 @@ def describe(engine: Any) -> Ready:
         experts=_experts(manager.model_config.hf_text_config)
         if engine.server_args.enable_return_routed_experts
         else None,
+        drafts=str(engine.server_args.speculative_algorithm or ""),
     )
 
 

@@ -181,6 +181,30 @@ def piece(
     )
 
 
+# in what SGLang tells of a request, as totals so far
+DRAFTS = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct")
+
+
+@define
+class DraftTotals:
+    """The drafts of one request that were told already."""
+
+    _told: tuple[int, int, int] = (0, 0, 0)
+
+    def grown(self, last: Piece, meta: Mapping[str, Any]) -> Piece:
+        """The piece with the drafts since the one before."""
+        drafted, accepted, verified = (int(meta.get(name) or 0) for name in DRAFTS)
+        before, self._told = self._told, (drafted, accepted, verified)
+        if self._told <= before:
+            return last
+        return evolve(
+            last,
+            drafted=max(0, drafted - before[0]),
+            accepted=max(0, accepted - before[1]),
+            verified=max(0, verified - before[2]),
+        )
+
+
 def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, Any]) -> list[Routed] | Failed:
     """The experts of positions [`routed_from`, `length` - 1) of a request of `length` tokens, prompt and
     sample, as its last chunk reports them.

@@ -15,6 +15,7 @@ from attrs import define, field
 from polarnode.engine.embedded.control import (
     CONSTRAINTS,
     Control,
+    DraftTotals,
     Order,
     piece,
     request,
@@ -157,6 +158,7 @@ class Serving:
         arguments = request(order, sessions=self._control.sessions)
         chunks = await self._engine.async_generate(**arguments, cache_salt=self._control.version)
         length, constrained = len(order.prompt) // 4, not CONSTRAINTS.isdisjoint(order.sampling)
+        drafts = DraftTotals()
         async for chunk in chunks:
             sampled, meta = chunk["output_ids"], chunk["meta_info"]
             length += len(sampled)
@@ -168,6 +170,8 @@ class Serving:
                 constrained=constrained,
                 adapter=order.adapter,
             )
+            if isinstance(last, Piece):
+                last = drafts.grown(last, meta)
             for message in self._with_experts(order, last, length, meta):
                 self.send(message)
 

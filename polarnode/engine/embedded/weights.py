@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from polarnode.engine.checkpoints import (
@@ -35,6 +35,7 @@ from polarnode.engine.checkpoints import (
     check_folder,
     check_tensors,
     check_whole,
+    draft_tensors,
     manifest,
 )
 from polarnode.engine.embedded.control import OURS
@@ -70,8 +71,11 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         self.kept: list[KeptTensor] = []
         self.loaded: set[str] = set()
         self.opened = False  # the runners expect tensors
+        # a draft model with a checkpoint of its own is another model: it is never given the target's tensors
+        self.follows = get_spec().speculative_draft_model_path in (None, get_model().model_path)
         self.path = self._updaters()[0].model_config.model_path
         self.model: Manifest = manifest(Path(self.path))
+        self.drafts = draft_tensors(self.model)
 
     # ── orders of the host ────────────────────────────────────────────────────
 
@@ -92,8 +96,10 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         self, recv_req: UpdateWeightFromDiskReqInput
     ) -> UpdateWeightFromDiskReqOutput:
         def load() -> None:
-            check_folder(Path(recv_req.model_path), self.model)
-            for updater in self._updaters():
+            path = Path(recv_req.model_path)
+            check_folder(path, self.model)
+            followers = self._followers() if self.drafts & manifest(path).keys() else []
+            for updater in (*self._targets(), *followers):
                 _require(updater.update_weights_from_disk(recv_req.model_path, recv_req.load_format))
             self.loaded |= self.model.keys()
 
@@ -182,12 +188,13 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
             self.opened = True
             for updater in self._updaters():
                 updater.begin_weight_update()
-        for updater in self._updaters():
-            _require(
-                updater.load_weights_from_distributed(
-                    [each for each in named if not self.model or each[0] in self.model]
-                )
-            )
+        known = [each for each in named if not self.model or each[0] in self.model]
+        for updater in self._targets():
+            _require(updater.load_weights_from_distributed(known))
+        # without tensors of its own a draft keeps its old ones: it may guess worse, and nothing else
+        if drafted := [each for each in known if each[0] in self.drafts]:
+            for updater in self._followers():
+                _require(updater.load_weights_from_distributed(drafted))
         self.loaded |= found.keys()
 
     def _tensors(self, payload: Any, layout: str | None) -> Named:
@@ -210,7 +217,16 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
                 updater.end_weight_update(run_post_load=False)
 
     def _updaters(self) -> list[Any]:
-        return [runner.weight_updater for _, runner in self._select_runners()]
+        """Of every model that an update may change, the target's first."""
+        return [*self._targets(), *self._followers()]
+
+    def _targets(self) -> list[Any]:
+        return [runner.weight_updater for role, runner in self._select_runners() if role == "target"]
+
+    def _followers(self) -> list[Any]:
+        """Of the drafts that the target's own checkpoint holds."""
+        drafts = [runner.weight_updater for role, runner in self._select_runners() if role != "target"]
+        return drafts if self.follows else []
 
     def _places(self) -> list[torch.Tensor]:
         """Every tensor that a forward pass reads, each memory once: tied weights are two names for one

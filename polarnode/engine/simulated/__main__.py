@@ -85,6 +85,7 @@ async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         max_total_tokens=most or context * settings.max_running,
         weight_version=arguments["weight_version"],
         sglang_version="simulated",
+        drafts=arguments["drafts"],
     )
     updates = Updates(version=ready.weight_version, model=manifest(Path(arguments["model_path"])))
     return Serving(
