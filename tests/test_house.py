@@ -84,7 +84,6 @@ TESTED_ELSEWHERE = {
     "polarnode.engine.embedded.cpu_attention",
     "polarnode.engine.embedded.cpu_platform",
     "polarnode.engine.embedded.serving",
-    "polarnode.engine.embedded.weights",
     "polarnode.journal.pending_callbacks",
     "polarnode.tokens.syntax.harmony",
 }

@@ -32,6 +32,9 @@ HOST = HostStatistics(
     restarts=4,
     weight_version="7",
     last_error=None,
+    drafted=110,
+    accepted=12,
+    verified=10,
     residency=ResidencyStatistics(
         capacity=1000,
         budget=930,
@@ -166,6 +169,9 @@ def test_every_number_is_there_with_its_labels() -> None:
     assert value(found, "polarnode_engine_held_calls", host="0") == 1
     assert value(found, "polarnode_engine_prompt_tokens_total", host="0") == 5000
     assert value(found, "polarnode_engine_reread_tokens_total", host="0", decided="no") == 30
+    assert value(found, "polarnode_engine_draft_tokens_total", host="0", kind="drafted") == 110
+    assert value(found, "polarnode_engine_draft_tokens_total", host="0", kind="accepted") == 12
+    assert value(found, "polarnode_engine_verify_steps_total", host="0") == 10
     assert value(found, "polarnode_engine_restarts_total", host="0") == 4
     assert value(found, "polarnode_engine_paused") == 1
     assert value(found, "polarnode_stage_sessions", stage="run", place="waiting") == 2

@@ -89,3 +89,12 @@ def test_an_unknown_failure_shows_its_last_line_and_where_to_look() -> None:
 
 def test_an_empty_log_is_said_to_be_empty() -> None:
     assert diagnose("").line == "the log is empty"
+
+
+def test_a_missing_kernel_has_its_remedy() -> None:
+    """On a CPU it is an argument's, and there is no way to --cpu."""
+    log = TRACEBACK.format(error="ModuleNotFoundError: No module named 'sgl_kernel'")
+    assert "no usable GPU: start with --cpu" in diagnose(log).advice
+    assert diagnose(log, cpu=True).advice == (
+        "an argument of --engine-arg needs SGLang's kernels for GPUs, and --cpu has none: leave it out"
+    )

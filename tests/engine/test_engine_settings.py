@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from polarnode.core.errors import EngineError
-from polarnode.engine.protocol import Marks, Simulation
 from polarnode.engine.diagnosis import diagnose
+from polarnode.engine.protocol import Marks, Simulation
 from polarnode.engine.settings import (
     CPU_MAX_TOKENS,
     CPU_MIN_TOKENS,

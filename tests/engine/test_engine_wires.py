@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polarnode.engine.host_resources import log_tail, open_log, open_wires
 from polarnode.engine.diagnosis import TAIL
+from polarnode.engine.host_resources import log_tail, open_log, open_wires
 
 
 def closed(descriptor: int) -> bool:
