@@ -11,6 +11,7 @@ the container, which a restored copy has too.
 
 import os
 import signal
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,13 @@ from polarnode.containers.client import READ
 from polarnode.containers.exec import POLLS, TERM_GRACE, UNREACHABLE_S, ExecOrder, Execs, Sink
 from polarnode.containers.freezing import Freeze
 from polarnode.containers.inside import Inside, in_own_thread, libc
-from polarnode.core.errors import RuntimeFault
+from polarnode.core.errors import ForkError, HarnessError, RuntimeFault
 
 INPUT, OUTPUT, NOTES = "dev/polarnode-in", "dev/polarnode-out", "dev/polarnode-notes"
 SCRIPT = f'exec </{INPUT} >/{OUTPUT} 2>&1; echo $$ >/{NOTES}; "$@"; echo $? >>/{NOTES}'
 NOTED_S = 20.0  # seconds until the shell notes its number: milliseconds after the exec that starts it
 NOTES_BYTES = 64  # two numbers
+MOST_CODE = 255  # of a program; the note may be another's
 KILLED = 137  # the exit code of a program that noted none: its shell was killed
 
 
@@ -43,7 +45,7 @@ class Below:
 
     async def start(self, order: ExecOrder) -> int:
         """Start it and return the number of its shell in the container. Raises RuntimeFault where that does
-        not begin.
+        not begin, HarnessError where the program hides it.
         """
         await trio.to_thread.run_sync(self._prepare, order.stdin)
         self._pipe = self._opened()
@@ -61,6 +63,8 @@ class Below:
             while not (notes := self._notes()):  # noqa: ASYNC110 (a file in there has no events)
                 await trio.sleep(next(pauses))
             return notes[0]
+        if await trio.to_thread.run_sync(self.inside.members):
+            raise HarnessError("it took away what the node follows it by, in /dev")
         raise RuntimeFault(f"a program below the first process did not begin in {NOTED_S:.0f} s")
 
     def close(self) -> None:
@@ -75,7 +79,7 @@ class Below:
         container is ended too.
         """
         leader = self._leader(number)
-        if self._pipe is None:
+        if self._pipe is None:  # of a copy, whose original may have done anything to it
             self._pipe = self._opened()
         output = self._pipe
         try:
@@ -90,7 +94,7 @@ class Below:
         finally:
             self.close()
         notes = self._notes() if self.inside.alive() else []
-        return notes[1] if len(notes) > 1 else KILLED
+        return notes[1] if len(notes) > 1 and notes[1] <= MOST_CODE else KILLED
 
     async def _ended(self, leader: int, output: int, sink: Sink) -> None:
         try:
@@ -151,21 +155,30 @@ class Below:
             raise RuntimeFault(f"a container's /dev cannot be written to: {error}") from error
 
     def _opened(self) -> int:
-        """The pipe, open in both directions: reading then never ends, and writing never fails."""
+        """The pipe, open in both directions: reading then never ends, and writing never fails. Raises
+        ForkError where it is there no more: another attempt would find the same.
+        """
+        flags = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            return os.open(
-                OUTPUT, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.inside.root
-            )
+            opened = os.open(OUTPUT, flags, dir_fd=self.inside.root)
         except OSError as error:
-            raise RuntimeFault(f"a container's output cannot be read: {error}") from error
+            raise ForkError(f"a container's output cannot be read: {error}") from error
+        if not stat.S_ISFIFO(os.fstat(opened).st_mode):
+            os.close(opened)
+            raise ForkError("a container's output cannot be read: it is no pipe any more")
+        return opened
 
     def _notes(self) -> list[int]:
         """The numbers that the shell has noted: its process id, and the program's exit code."""
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            opened = os.open(NOTES, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.inside.root)
+            opened = os.open(NOTES, flags, dir_fd=self.inside.root)
         except OSError:
             return []
         with open(opened, "rb") as file:
+            # its agent may have put anything there
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                return []
             lines = file.read(NOTES_BYTES).split(b"\n")[:-1]
         return [int(line) for line in lines if line.isdigit()]
 

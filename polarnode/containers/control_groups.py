@@ -7,6 +7,7 @@ version 2 that holds some.
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -95,6 +96,19 @@ class ControlGroup:
         if limit.exists():
             limit.write_text(str(MOST_IN_SOCKETS))
 
+    def memory_held(self) -> int:
+        """Bytes of the group's memory that are no file's on a disk: its processes', shared or not, and what
+        is in file systems in memory; 0 once the group is gone.
+        """
+        try:
+            words = [line.split() for line in (self.folder / "memory.stat").read_text().splitlines()]
+        except OSError:
+            return 0
+        # version 1 calls its own by the names of `total_`, and anonymous memory `rss`
+        held = {name: int(count) for name, count in words}
+        names = ("total_rss", "total_shmem") if "total_rss" in held else ("anon", "shmem")
+        return sum(held.get(name, 0) for name in names)
+
     def processes(self) -> list[int]:
         """Process ids of this machine, those in groups below it included."""
         found: list[int] = []
@@ -118,11 +132,35 @@ class UncountedGroup:
         """None: it has no memory of its own to be used up."""
         return 0
 
+    def memory_held(self) -> int:
+        """Nothing counts it."""
+        return 0
+
     def limit_sockets(self) -> None:
         """Nothing bounds them."""
 
 
 Group = ControlGroup | UncountedGroup
+
+
+def freezer_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Path | None:
+    """The file by which the group of a process is frozen; None where the kernel has none."""
+    lines = [line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()]
+    by_controllers = {controllers: path.lstrip("/") for _, controllers, path in lines}
+    for file in (
+        root / "freezer" / by_controllers.get("freezer", "") / "freezer.state",
+        root / by_controllers.get("", "") / "cgroup.freeze",
+    ):
+        if file.exists():
+            return file
+    return None
+
+
+def thaw(freezer: Path) -> None:
+    """Let a group go on; nothing where it does, or is gone."""
+    with suppress(FileNotFoundError):
+        if freezer.read_text().strip() not in ("THAWED", "0"):
+            freezer.write_text("THAWED" if freezer.name == "freezer.state" else "0")
 
 
 def control_group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> ControlGroup:

@@ -5,9 +5,12 @@ processes again of them (https://criu.org). The container runtime calls it; what
 configuration file, which the container names in an annotation and which is written when it is needed.
 """
 
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import trio
@@ -20,6 +23,9 @@ ANNOTATION = "org.criu.config"
 OLDEST = (4, 2)
 CHECK_S = 20.0  # seconds for `criu --version` and `criu check`: 0.1 quiet
 INSTALL = "apt-get install criu where the distribution has 4.2, else tools/criu.sh"
+# seconds that a dump may take: 1 s seen with 300 MB. A call is held 10 s for it, and CRIU itself gives up
+# after 10 s of collecting processes, but hangs at one that it cannot stop
+DUMP_S = 12.0
 GHOST_BYTES = 64 << 20  # of a file that is open and has no name any more; CRIU's own limit is 1 MiB
 SHOWN = 200  # characters of one error of CRIU's
 
@@ -123,14 +129,14 @@ class Criu:
 
     async def dump(self, container: str, images: Path, work: Path) -> None:
         """Write the processes of a container, by its id, to `images`, and leave them as they are. Not
-        cancellable: CRIU puts code into the processes, and has to take it out again. Raises RuntimeFault
-        with its first error.
+        cancellable: CRIU puts code into the processes, and has to take it out again. After DUMP_S it is
+        killed. Raises RuntimeFault with its first error.
         """
         argv = [
             *(str(self.oci_runtime), "checkpoint", "--leave-running"),
             *("--image-path", str(images), "--work-path", str(work), container),
         ]
-        with trio.CancelScope(shield=True):
+        with trio.move_on_after(DUMP_S, shield=True) as scope:
             done = await trio.run_process(
                 argv,
                 env=self.environment,
@@ -138,10 +144,33 @@ class Criu:
                 capture_stdout=True,
                 stderr=subprocess.STDOUT,
                 check=False,
+                start_new_session=True,  # a group that is killed with what it has started
+                deliver_cancel=_kill_group,
+            )
+        if scope.cancelled_caught:
+            why = error_in(work / "dump.log")
+            raise RuntimeFault(
+                f"criu was not done after {DUMP_S:.0f} s and was killed{f': {why}' if why else ''}"
             )
         if done.returncode:
-            output = done.stdout.decode(errors="replace")
-            raise RuntimeFault(f"criu cannot write it: {error_in(work / 'dump.log') or _last_line(output)}")
+            raise RuntimeFault(f"criu cannot write it: {_why_not(done, work / 'dump.log')}")
+
+
+async def _kill_group(process: trio.Process) -> None:
+    await trio.lowlevel.checkpoint()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _why_not(done: "subprocess.CompletedProcess[bytes]", log: Path) -> str:
+    """What a dump failed of: CRIU's own first error, or that one of the two programs was killed."""
+    output = done.stdout.decode(errors="replace")
+    if done.returncode < 0:
+        return f"the container runtime was ended by signal {-done.returncode}"
+    # what the runtime says where CRIU is gone: the connection between them ended
+    if (why := error_in(log)) is None and output.rstrip().endswith('EOF"'):
+        return "it ended in the middle, as where it is killed"
+    return why or _last_line(output)
 
 
 def error_in(log: Path) -> str | None:

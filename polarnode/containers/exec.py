@@ -10,6 +10,7 @@ nothing, so what we leave is ended by signals.
 
 import math
 import os
+import re
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -112,6 +113,9 @@ UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it i
 
 SERVICE_DIED = "the podman service died while a program ran in a container: what it wrote is not whole"
 MONITOR = b"conmon"  # the program that starts an exec's program, and waits for it
+
+# its complaint about conmon's socket, one frame by itself
+PODMANS_OWN = re.compile(rb"Error: (read|write) unixpacket @->\S*[^\n]*\r?\n?")
 
 Sink = Callable[[Channel, bytes], None]
 
@@ -256,14 +260,23 @@ def _monitored(exec_id: str) -> bool:
 
 
 async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:
-    """Feed and read concurrently: a program may answer before it has read everything, or never read it."""
+    """Feed and read concurrently: a program may answer before it has read everything, or never read it.
+
+    What Podman itself writes last, where a program ended and another held its output, is nobody's output.
+    """
+    held: list[bytes] = []  # what looks like it, until more comes
     async with trio.open_nursery() as nursery:
         if stdin:
             nursery.start_soon(_feed, stream, stdin)
         frames = Frames()
         while data := await stream.receive():
             for channel, piece in frames.feed(data):
-                sink(channel, piece)
+                while held:
+                    sink("stderr", held.pop())
+                if channel == "stderr" and PODMANS_OWN.fullmatch(piece):
+                    held.append(piece)
+                else:
+                    sink(channel, piece)
         nursery.cancel_scope.cancel()
 
 

@@ -24,7 +24,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.core.conversation import Json
-from polarnode.core.errors import RuntimeFault
+from polarnode.core.errors import ContentFault, RuntimeFault
 from polarnode.support.bounded import written_whole
 
 # ── files ─────────────────────────────────────────────────────────────────────
@@ -38,6 +38,8 @@ REASONS = {
     errno.EROFS: "it is read-only, as all but the writable places is while a harness runs",
     errno.EXDEV: "another file system is mounted there",
 }
+# a full disk, a broken one, no descriptors and no memory left: not what a container holds
+OF_MACHINE = frozenset({errno.ENOSPC, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 PASSWD_LIMIT = 1 << 20  # bytes of an image's /etc/passwd, and of /etc/hosts
 FOLDER_MODE = 0o755
 
@@ -63,7 +65,7 @@ class ContainerFiles:
     shift: int
 
     def write(self, path: str, content: bytes, owner: Account, mode: int, *, at_s: int | None = None) -> None:
-        """Write a whole file and make the folders above it. A link in the way is a RuntimeFault; a file is
+        """Write a whole file and make the folders above it. A link in the way is a ContentFault; a file is
         replaced. `at_s`: the modification time of what is made, in seconds since 1970; existing folders keep
         theirs then.
         """
@@ -90,6 +92,26 @@ class ContainerFiles:
         with _explained(f"making {path}"):
             os.close(self._folders(_parts(path), owner, at_s))
 
+    def open_up(self, path: str, owner: Account) -> None:
+        """Let everybody enter a folder and its owner write there; make it where it is missing, or where
+        something else than a folder or a link has its name.
+        """
+        *above, name = _parts(path)
+        with _explained(f"making {path}"):
+            folder = self._folders(above, owner, None)
+            try:
+                with suppress(FileNotFoundError):
+                    mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+                    if not stat.S_ISDIR(mode) and not stat.S_ISLNK(mode):
+                        os.unlink(name, dir_fd=folder)
+                opened = self._folder(folder, name, owner, None)
+            finally:
+                os.close(folder)
+            try:
+                os.fchmod(opened, stat.S_IMODE(os.fstat(opened).st_mode) | FOLDER_MODE)
+            finally:
+                os.close(opened)
+
     def forget_host(self, name: str) -> None:
         """Take a name out of /etc/hosts, links inside followed; do nothing where there is none."""
         with (
@@ -112,7 +134,7 @@ class ContainerFiles:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 return None
-            raise RuntimeFault(f"reading {path}: {error.strerror}") from error
+            raise _fault(f"reading {path}", error) from error
         try:
             with _explained(f"reading {path}"):
                 return _read(opened, limit) if stat.S_ISREG(os.fstat(opened).st_mode) else None
@@ -120,7 +142,7 @@ class ContainerFiles:
             os.close(opened)
 
     def account(self, user: str) -> Account:
-        """Look up a user by name, or by number as `1000` or `1000:1000`. Raises RuntimeFault for a name the
+        """Look up a user by name, or by number as `1000` or `1000:1000`. Raises ContentFault for a name the
         image does not have.
         """
         lines = (self.read("/etc/passwd", PASSWD_LIMIT) or b"").decode(errors="replace").splitlines()
@@ -137,7 +159,7 @@ class ContainerFiles:
                 )
         if name.isdigit():
             return Account(uid=int(name), gid=int(group) if group.isdigit() else 0, home="/")
-        raise RuntimeFault(
+        raise ContentFault(
             f"the image has no user {user}: name one of {', '.join(row[0] for row in rows) or 'none'}, or a"
             " number"
         )
@@ -163,7 +185,7 @@ class ContainerFiles:
     ) -> None:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                raise RuntimeFault(f"{name} is there already and is no plain file")
+                raise ContentFault(f"{name} is there already and is no plain file")
             # never written into: it may be a second name of a file that is not theirs
             os.unlink(name, dir_fd=folder)
         opened = _open_in(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -216,7 +238,13 @@ def _explained(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RuntimeFault(f"{what}: {reason_of(error)}") from error
+        raise _fault(what, error) from error
+
+
+def _fault(what: str, error: OSError) -> RuntimeFault:
+    """The machine's where it lacks room or fails; all else is of what the container holds."""
+    kind = RuntimeFault if error.errno in OF_MACHINE else ContentFault
+    return kind(f"{what}: {reason_of(error)}")
 
 
 def reason_of(error: OSError) -> str:

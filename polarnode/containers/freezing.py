@@ -6,22 +6,28 @@ first. It is Podman that freezes, and not the node, so that a node which finds t
 remove it.
 """
 
+from contextlib import suppress
+from pathlib import Path
+
 import trio
 from attrs import define, field
 
+from polarnode.containers import control_groups
 from polarnode.containers.client import ContainerClient
+from polarnode.core.errors import RuntimeFault, boundary
 
 
 @define(eq=False, kw_only=True)
 class Freeze:
     """Whether one container is frozen. `frozen`: the names of the node's frozen containers. `possible`:
-    whether this machine can freeze any.
+    whether this machine can freeze any. `freezer`: the kernel's file of it, where there is one.
     """
 
     container: str
     client: ContainerClient
     frozen: set[str]
     possible: bool = True
+    freezer: Path | None = None
     _lock: trio.Lock = field(factory=trio.Lock, init=False)  # Podman refuses to pause a paused container
     _ended: bool = field(default=False, init=False)
 
@@ -46,7 +52,22 @@ class Freeze:
                 await self.client.unpause(self.container)
                 self.frozen.discard(self.container)
 
+    async def thaw_certainly(self) -> None:
+        """Thaw it, also where Podman cannot or takes it for thawed, as after a dump that failed. Raises
+        RuntimeFault.
+        """
+        if self.freezer is None:
+            await self.thaw()
+            return
+        async with self._lock:
+            with boundary(RuntimeFault, "a container could not be thawed"):
+                if self.on:
+                    with suppress(RuntimeFault):
+                        await self.client.unpause(self.container)
+                await trio.to_thread.run_sync(control_groups.thaw, self.freezer)
+            self.frozen.discard(self.container)
+
     async def thaw_for_good(self) -> None:
         """Thaw it, and freeze it no more: its programs are about to be ended. Raises RuntimeFault."""
         self._ended = True
-        await self.thaw()
+        await self.thaw_certainly()

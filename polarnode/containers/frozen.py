@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import trio
@@ -25,9 +25,10 @@ from attrs import define
 
 from polarnode.containers.below import number_of
 from polarnode.containers.client import ContainerClient, PlacedContainer
+from polarnode.containers.control_groups import Group
 from polarnode.containers.criu import Criu, error_in
 from polarnode.containers.freezing import Freeze
-from polarnode.containers.inside import EGRESS_PORT, ENDPOINT_PORT, Inside
+from polarnode.containers.inside import EGRESS_PORT, ENDPOINT_PORT, Inside, printable
 from polarnode.containers.sealing import Mount, SealState
 from polarnode.core.errors import ForkError, Refused, RuntimeFault, boundary
 from polarnode.core.snapshots import FrozenImage, FrozenMount, FrozenProcess
@@ -52,6 +53,7 @@ class Frost:
     freeze: Freeze
     shift: int
     layer: Path
+    group: Group
 
     async def write(
         self, to: Path, *, number: int, places: Sequence[str], sealed: SealState | None, limit: int
@@ -62,14 +64,14 @@ class Frost:
         """
         await trio.to_thread.run_sync(self._check, limit)
         placed = await self.client.placed(self.name)
-        stopped = await trio.to_thread.run_sync(self._stopped)
         try:
             with boundary(RuntimeFault, "the frozen image could not be written"):
                 await trio.to_thread.run_sync(_make_folders, to)
                 await trio.to_thread.run_sync(self.criu.configure_dump, self.name, places)
                 async with self._paused():
-                    processes = await trio.to_thread.run_sync(self._processes, stopped)
-                    await self.criu.dump(placed.id, to / IMAGES, to)
+                    processes = await trio.to_thread.run_sync(self._processes)
+                    with _tmp_unchanged(self.inside.root):
+                        await self.criu.dump(placed.id, to / IMAGES, to)
                     await _tar("-S", "--format=posix", "-cf", to / LAYER, "-C", self.layer, ".")
                 size = await trio.to_thread.run_sync(_finish, to, placed.config)
         except BaseException:
@@ -110,7 +112,8 @@ class Frost:
         finally:
             with trio.CancelScope(shield=True):
                 if not was_frozen:
-                    await self.freeze.thaw()
+                    # whatever a dump that failed left of it
+                    await self.freeze.thaw_certainly()
 
     def _check(self, limit: int) -> None:
         """Refuse what would be too large, and what a copy would not have."""
@@ -118,21 +121,36 @@ class Frost:
             raise RuntimeFault(
                 f"processes are connected to each other by TCP ({found}), and no copy would be"
             )
-        size = sum(map(_resident, [self.inside.pid, *self.inside.members()]))
+        if found := next(filter(None, map(_halted, self.inside.members())), None):
+            raise RuntimeFault(f"{found}, and CRIU would wait for it")
+        size = self.group.memory_held() or sum(map(_resident, [self.inside.pid, *self.inside.members()]))
         if size > limit:
             raise _too_large(limit)
 
-    def _stopped(self) -> frozenset[int]:
-        """The processes that a signal has stopped. Read before the freezer stops all."""
-        return frozenset(pid for pid in self.inside.members() if _state(pid)[1] == "T")
-
-    def _processes(self, stopped: frozenset[int]) -> tuple[FrozenProcess, ...]:
+    def _processes(self) -> tuple[FrozenProcess, ...]:
         found = ((pid, number_of(pid)) for pid in self.inside.members())
         return tuple(
-            FrozenProcess(number=number, comm=_state(pid)[0], stopped=pid in stopped)
+            FrozenProcess(number=number, comm=_state(pid)[0])
             for pid, number in sorted(found)
             if number is not None
         )
+
+
+@contextmanager
+def _tmp_unchanged(root: int) -> Iterator[None]:
+    """Give /tmp the time back that it had before the block, in which CRIU makes a folder there."""
+    tmp = "tmp"
+    try:
+        before = os.stat(tmp, dir_fd=root, follow_symlinks=False)
+    except OSError:  # it has none
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            times = (before.st_atime_ns, before.st_mtime_ns)
+            os.utime(tmp, ns=times, dir_fd=root, follow_symlinks=False)
 
 
 def _frozen_mount(mount: Mount) -> FrozenMount:
@@ -167,6 +185,21 @@ def _resident(pid: int) -> int:
         line = next((each for each in found if each.startswith("RssAnon:")), "RssAnon: 0 kB")
         return int(line.split()[1]) << 10
     return 0
+
+
+def _halted(pid: int) -> str | None:
+    """That a process is stopped by a signal or traced, in words; None where it is neither. In a frozen group
+    of cgroups v1 nothing can attach to such a one, and CRIU attaches to all.
+    """
+    comm, state = _state(pid)
+    with suppress(OSError):
+        if "\nTracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text(errors="replace"):
+            return f"process {number_of(pid)} ({printable(comm)}) is traced by another"
+    return (
+        f"process {number_of(pid)} ({printable(comm)}) is stopped by a signal"
+        if state in "Tt" and state
+        else None
+    )
 
 
 def _state(pid: int) -> tuple[str, str]:

@@ -37,6 +37,7 @@ KILL_ALL = "kill -KILL -1"  # to all but the namespace's first process and the s
 # disk
 KILL_S = 20.0
 PF_EXITING = 0x4  # of the flags in /proc/PID/stat (linux/sched.h)
+NO_PREY = -1000  # of oom_score_adj: never
 POLL = 0.02  # seconds between looks, only while a container is being cleared
 
 
@@ -60,6 +61,13 @@ class Inside:
         ended = select.poll()
         ended.register(self.pidfd, select.POLLIN)
         return not ended.poll(0) and not _exiting(self.pid)
+
+    def spare(self) -> None:
+        """Make the first process none of those that the kernel ends for their memory. Without root it may not
+        be asked for, and then the container may end.
+        """
+        with suppress(OSError):
+            Path(f"/proc/{self.pid}/oom_score_adj").write_text(f"{NO_PREY}\n")
 
     def members(self) -> list[int]:
         """Process ids (of the machine) in the container, without the first and without zombies; none once it
@@ -134,12 +142,13 @@ def _process(pid: int) -> Process | None:
     return Process(
         pid=pid,
         started=int(rest.split()[19]),
-        comm=_printable(comm),
-        program=_printable(os.fsdecode(program)),
+        comm=printable(comm),
+        program=printable(os.fsdecode(program)),
     )
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
+    """A name as a sentence or a log may have it."""
     return "".join(each if each.isprintable() else "?" for each in name[:NAME_CHARS])
 
 
@@ -210,10 +219,12 @@ def _exiting(pid: int) -> bool:
 
 
 def _zombie(pid: int) -> bool:
+    """Whether a process has ended. One of which the main thread alone has looks like one that has."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return True
+    return words[0] in "ZX" and int(words[17]) <= 1
 
 
 # ── what a user namespace may take ────────────────────────────────────────────

@@ -10,7 +10,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from polarnode.containers.inside import (
 )
 from polarnode.containers.sealing import SealState, seal, unseal, writable_places
 from polarnode.containers.snapshots import SnapshotFiles, archive, check_size, restore
-from polarnode.core.errors import EvaluatorError, RuntimeFault, boundary
+from polarnode.core.errors import ContentFault, EvaluatorError, RuntimeFault, boundary
 from polarnode.core.ports import Ended
 from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import RuntimeSpec
@@ -247,12 +247,15 @@ class PodmanRuntime:
         return (self.workdir, *ALWAYS_WRITABLE, *spec.writable, *home)
 
     async def unseal(self) -> None:
-        """Make the root writable again, once the harness's processes have ended; do nothing where it is not
-        sealed.
+        """Make the root writable again where it is sealed, once the harness's processes have ended, and the
+        workdir a folder that programs start in: else no test says that the work in it is gone.
         """
         if self._sealed is not None:
             await trio.to_thread.run_sync(unseal, self._inside, self._sealed)
             self._sealed = None
+        # a link in its place stays what it is
+        with suppress(ContentFault):
+            await trio.to_thread.run_sync(self._files.open_up, self.workdir, self.account)
 
     async def collect(self, paths: Sequence[str], to: Path) -> Collected:
         """Keep files and folders, by paths relative to the workdir or absolute, as a tar. Call it once the
@@ -294,7 +297,9 @@ class PodmanRuntime:
         """
 
         def work() -> SnapshotFiles:
-            places = writable_places(self._inside, self._writable(spec))
+            # those of the seal, where there is one: a link that an agent put in a place leads it nowhere
+            opened = () if self._sealed is None else self._sealed.opened
+            places = opened or writable_places(self._inside, self._writable(spec))
             if measured:
                 check_size(self._files, places, limit)
             return archive(self._files, places=places, to=to, limit=limit)
@@ -383,9 +388,8 @@ class PodmanRuntime:
 
     def _check_alive(self) -> None:
         if not self.alive:
-            raise RuntimeFault(
-                "the container has ended: its lifetime is over, or the kernel ended its first process"
-            )
+            kind = ContentFault if self.oom_kills() else RuntimeFault  # the kernel ended all that was in it
+            raise kind("the container has ended: its lifetime is over, or the kernel ended its first process")
 
 
 def _restore(kept: Path, files: ContainerFiles, workdir: str, limit: int) -> int:

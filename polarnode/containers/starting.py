@@ -32,7 +32,7 @@ from polarnode.containers.container import (
     container_spec,
     open_volumes,
 )
-from polarnode.containers.control_groups import Group, UncountedGroup, control_group_of
+from polarnode.containers.control_groups import Group, UncountedGroup, control_group_of, freezer_of
 from polarnode.containers.criu import Criu
 from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
 from polarnode.containers.exec import Execs
@@ -182,7 +182,11 @@ class Starter:
     ) -> PodmanRuntime:
         """The runtime of a started container, or of a copy of a frozen one, `image`."""
         freeze = Freeze(
-            container=name, client=self.client, frozen=self.frozen, possible=self.findings.freezes
+            container=name,
+            client=self.client,
+            frozen=self.frozen,
+            possible=self.findings.freezes,
+            freezer=freezer_of(inside.pid) if self.findings.freezes else None,
         )
         execs = Execs(
             service=self.service, container=name, inside=inside, limiter=self.client.limiter, freeze=freeze
@@ -197,6 +201,7 @@ class Starter:
                 freeze=freeze,
                 shift=files.shift,
                 layer=layer,
+                group=self._group(inside),
             )
         return PodmanRuntime(
             id=name,
@@ -263,6 +268,8 @@ class Starter:
         """
         try:
             sources.check_mounted(inside.root)
+            # the kernel ends the agent's programs for their memory, and not the container they are in
+            inside.spare()
             with boundary(RuntimeFault, "a container's sockets could not be bounded"):
                 self._group(inside).limit_sockets()
             if self.findings.user_namespaces:

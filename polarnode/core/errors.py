@@ -127,6 +127,12 @@ class RuntimeFault(PolarnodeError):
     boundary = "runtime"
 
 
+class ContentFault(RuntimeFault):
+    """What is in a container stands in the way: a link where a file is to be written, a user that is gone, a
+    container whose memory was used up. In one that an agent worked in it is the agent's doing.
+    """
+
+
 class HarnessError(PolarnodeError):
     """A harness that is unknown, misconfigured or not in its image."""
 

@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.core import codec
 from polarnode.core.conversation import Json
-from polarnode.core.errors import EvaluatorError
+from polarnode.core.errors import ContentFault, EvaluatorError
 from polarnode.core.ports import LOST, Runtime, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
@@ -159,7 +159,10 @@ class Requests:
             return _not_run("a request is a program and its arguments, in UTF-8")
         within_s = self.separate.program_timeout
         program = TimedProgram(argv=request.argv, stdin=request.stdin, within_s=within_s, keep=DATA_BYTES + 1)
-        ended = (await self.finished.clock.run(self.finished.left, program)).ended
+        try:
+            ended = (await self.finished.clock.run(self.finished.left, program)).ended
+        except (ContentFault, EvaluatorError) as error:  # what stands in the way is of the agent's making
+            return _not_run(str(error))
         if ended is None:
             return ProgramReply(
                 exit_code=OUT_OF_TIME, stderr=f"as-agent: ended after {within_s:g} seconds\n".encode()
@@ -204,7 +207,7 @@ async def _copy_files(finished: Finished, separate: Separate, user: str | None) 
     missing: list[str] = []
     for name in separate.plain_files:
         path = codec.in_workdir(name, finished.left.workdir)
-        content = await finished.left.read(path, limit=DATA_BYTES + 1)
+        content = await contract.content(finished.left, path, limit=DATA_BYTES + 1)
         if content is None or len(content) > DATA_BYTES:
             missing.append(name)
             await _remove(finished.runtime, path)

@@ -19,7 +19,7 @@ from attrs import frozen
 from polarnode.core import codec
 from polarnode.core.codec.limits import REWARD
 from polarnode.core.conversation import Json
-from polarnode.core.errors import EvaluatorError, Refused
+from polarnode.core.errors import ContentFault, EvaluatorError, Refused
 from polarnode.core.ports import NOT_RUN, Clock, Judge, Runtime
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 
@@ -329,6 +329,14 @@ def _of_the_agent(finished: Finished, program: str) -> bool:
     workdir = finished.runtime.workdir
     path = normpath(codec.in_workdir(program, workdir))
     return "/" in program and path.startswith(f"{workdir.rstrip('/')}/") and path not in finished.brought
+
+
+async def content(runtime: Runtime, path: str, *, limit: int) -> bytes | None:
+    """A plain file of the agent's; None where there is none, and where it made one that cannot be read."""
+    try:
+        return await runtime.read(path, limit=limit)
+    except ContentFault:
+        return None
 
 
 def stderr_tail(output: bytes) -> str:

@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.core import codec
 from polarnode.core.conversation import Json
-from polarnode.core.errors import PolarnodeError
+from polarnode.core.errors import ContentFault, EvaluatorError, PolarnodeError
 from polarnode.core.ports import LOST, NOT_RUN, Ended, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
@@ -313,7 +313,10 @@ class _Run:
             env=env or {},
             user=self.config.user,
         )
-        end = await self.finished.clock.run(self.finished.runtime, program)
+        try:
+            end = await self.finished.clock.run(self.finished.runtime, program)
+        except (ContentFault, EvaluatorError) as error:  # what stands in the way is of the agent's making
+            return CaseResult(reason=f"nothing could be run: {error}")
         self.left_s -= end.seconds
         late = f"it ran longer than {within_s:g} s" if end.ended is None else None
         return CaseResult(reason=late, ended=end.ended)
@@ -321,7 +324,7 @@ class _Run:
     async def _files(self, case: Case) -> str | None:
         for name, expected in case.outputs.items():
             path = codec.in_workdir(name, self.finished.runtime.workdir)
-            content = await self.finished.runtime.read(path, limit=OUTPUT_BYTES + 1)
+            content = await contract.content(self.finished.runtime, path, limit=OUTPUT_BYTES + 1)
             if content is None:
                 return f"{name:.200} is no file"
             if reason := _bounded_difference(content, expected):

@@ -121,9 +121,17 @@ def _address(name: str) -> _Ip | None:
 
 def guard_browsers(app: QuartTrio, guard: BrowserGuard, *, open_to_all: bool) -> None:
     """Answer 403 to what the guard refuses, and 415 to a body that is not JSON: forms and plain text are what
-    a page may post to any site without asking first. `open_to_all`: the app asks for nothing else, so the
+    a page may post to any site without asking first. Every answer says that its type is not to be guessed.
+    `open_to_all`: the app asks for nothing else, so the
     connection is admitted.
     """
+
+    @app.after_request
+    async def close_guesses(response: Response) -> Response:
+        # what agents wrote is in logs and exports: no browser may guess that it is a page or a script
+        await trio.lowlevel.checkpoint()
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
 
     @app.before_request
     async def check_browser() -> None:

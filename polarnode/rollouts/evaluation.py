@@ -22,7 +22,14 @@ from attrs import evolve, frozen
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
-from polarnode.core.errors import EngineError, EvaluatorError, PolarnodeError, Refused, RuntimeFault
+from polarnode.core.errors import (
+    ContentFault,
+    EngineError,
+    EvaluatorError,
+    PolarnodeError,
+    Refused,
+    RuntimeFault,
+)
 from polarnode.core.ports import RowScores, Runtime, ScoreOrder, TimedEnd, TimedProgram, Work
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Clock, Outcome, Trajectory, Turn, Verdict
@@ -75,7 +82,9 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
     if ending.because is not None:
         return Outcome(status="failed", exit_code=exit_code, reason=ending.because, log_tail=ending.log_tail)
     # the kernel killed the container's first process too: the agent's doing nevertheless
-    if isinstance(ending.ended, RuntimeFault) and ending.oom_kills:
+    if isinstance(ending.ended, RuntimeFault) and (
+        ending.oom_kills or isinstance(ending.ended, ContentFault)
+    ):
         return _short_of_memory(
             Outcome(status="failed", reason=str(ending.ended), log_tail=ending.log_tail),
             order,
@@ -208,6 +217,10 @@ async def evaluated(
             judged = await _judged(containers, runtime, outcome, turns, prefetched, kept)
     except PolarnodeError as error:
         judged = error
+    if isinstance(
+        judged, ContentFault
+    ):  # what the run left would stand in the way of another attempt as well
+        judged = EvaluatorError(str(judged))
     if judged is None:
         return _failed(
             outcome,

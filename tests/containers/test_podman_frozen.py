@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import trio
-from attrs import evolve
+from attrs import define, evolve
 from podman_parts import LIFETIME_S, SMALL, settings
 
-from polarnode.containers.below import number_of
+from polarnode.containers.below import KILLED, NOTES, OUTPUT, Below, number_of
 from polarnode.containers.container import shape_of
 from polarnode.containers.criu import first_error, freezing_obstacle
 from polarnode.containers.frozen import IMAGES
@@ -117,10 +117,12 @@ async def test_copies_go_on_from_the_frozen_moment_each_with_its_own_endpoint(
 ) -> None:
     folder, codes = tmp_path / "image", dict[str, int]()
     async with counting(freezing, tmp_path / "log") as (runtime, number):
+        untouched = await tree(runtime)
         image = await runtime.write_frozen(SMALL, folder, number=number, limit=256 << 20)
         held = (await step(runtime))[0]
         await counts(runtime, held + 3)  # the original goes on
         before = await tree(runtime)
+        assert before == untouched, "CRIU leaves no trace in it"
         assert runtime.alive
         assert not runtime.frozen
     assert [each.comm for each in image.processes] == ["sh", "python3", "python3"]
@@ -190,6 +192,77 @@ async def test_what_no_copy_would_have_is_not_frozen_and_goes_on(freezing: Runti
         await counts(runtime, (await step(runtime))[0] + 3)
 
 
+STOPS = """
+setsid sleep 600 >/dev/null 2>&1 </dev/null & sleeper=$!
+{halt}
+echo up > /work/up
+while :; do n=$((n + 1)); echo "$n 0 0" > /work/step; sleep 0.05; done
+"""
+STOPPED = "sleep 0.3; kill -STOP $sleeper"
+TRACES = (
+    "python3 -c 'import ctypes, sys, time; ctypes.CDLL(None).ptrace(16, int(sys.argv[1]), 0, 0);"
+    ' open("/work/traced", "w"); time.sleep(600)\' $sleeper >/dev/null 2>&1 </dev/null &'
+    " until [ -e /work/traced ]; do sleep 0.05; done"
+)
+
+
+@asynccontextmanager
+async def halted(runtimes: Runtimes, log: Path, halt: str) -> AsyncIterator[tuple[PodmanRuntime, int]]:
+    """A program below the first process that counts, and of which a child was halted."""
+    async with runtimes.open(SMALL, session_id="halted", lifetime_s=LIFETIME_S) as runtime:
+        number = await runtime.start_below(["sh", "-c", STOPS.format(halt=halt)], env={})
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: runtime.follow_below(number, log=log, limit=1000))
+            while await runtime.read("/work/up") is None:  # noqa: ASYNC110 (a container has no events)
+                await trio.sleep(0.02)
+            yield runtime, number
+            nursery.cancel_scope.cancel()
+        assert not await runtime.busy()
+
+
+@pytest.mark.podman
+@pytest.mark.parametrize(
+    ("halt", "why"),
+    [(STOPPED, r"process \d+ \(sleep\) is stopped"), (TRACES, r"process \d+ \(sleep\) is traced")],
+    ids=["stopped", "traced"],
+)
+async def test_a_halted_process_is_not_frozen(
+    freezing: Runtimes, tmp_path: Path, halt: str, why: str
+) -> None:
+    """CRIU would wait for it in a frozen group, and the session with it."""
+    async with halted(freezing, tmp_path / "log", halt) as (runtime, number):
+        with pytest.raises(RuntimeFault, match=why):
+            await runtime.write_frozen(SMALL, tmp_path / "image", number=number, limit=256 << 20)
+        assert not (tmp_path / "image").exists()
+        await counts(runtime, (await step(runtime))[0] + 3)
+
+
+@pytest.mark.podman
+async def test_a_hanging_dump_is_killed(
+    freezing: Runtimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process is stopped in the moment between the look and the freeze."""
+    monkeypatch.setattr("polarnode.containers.frozen._halted", lambda _: None)
+    monkeypatch.setattr("polarnode.containers.criu.DUMP_S", 2.0)
+    async with halted(freezing, tmp_path / "log", STOPPED) as (runtime, number):
+        with pytest.raises(RuntimeFault, match="criu was not done after 2 s and was killed"):
+            await runtime.write_frozen(SMALL, tmp_path / "image", number=number, limit=256 << 20)
+        assert not runtime.frozen
+        await counts(runtime, (await step(runtime))[0] + 3)
+
+
+@pytest.mark.podman
+async def test_shared_memory_counts_as_memory(freezing: Runtimes, tmp_path: Path) -> None:
+    shares = "import mmap, time; m = mmap.mmap(-1, 40 << 20); m.write(bytes(40 << 20)); open('/work/up', 'w'); time.sleep(600)"
+    async with counting(freezing, tmp_path / "log") as (runtime, number):
+        await runtime.run(["setsid", "sh", "-c", f'exec python3 -c "{shares}" >/dev/null 2>&1 </dev/null &'])
+        while await runtime.read("/work/up") is None:  # noqa: ASYNC110 (a container has no events)
+            await trio.sleep(0.02)
+        with pytest.raises(Refused, match="more than 40 MiB: raise max_mb"):
+            await runtime.write_frozen(SMALL, tmp_path / "image", number=number, limit=40 << 20)
+        assert not (tmp_path / "image").exists()
+
+
 @pytest.mark.podman
 async def test_a_program_below_is_ended_and_its_code_is_read(freezing: Runtimes, tmp_path: Path) -> None:
     async with freezing.open(SMALL, session_id="below", lifetime_s=LIFETIME_S) as runtime:
@@ -225,6 +298,50 @@ async def test_a_node_without_criu_makes_no_copy(runtimes: Runtimes, tmp_path: P
     )
     with pytest.raises(RuntimeFault, match="cannot restore frozen containers"):
         await starter.restore(shape_of(SMALL, "x"), image, tmp_path, session_id="x", lifetime_s=1.0)
+
+
+@define(eq=False)
+class Hollow:
+    """A container of which nothing runs; its root is a folder here."""
+
+    root: int
+
+    def members(self) -> list[int]:
+        return []
+
+    def alive(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("notes", "code"),
+    [
+        (b"2\n3\n", 3),
+        (b"2\n", KILLED),
+        (b"", KILLED),
+        (b"2\n" + b"9" * 60 + b"\n", KILLED),
+        (b"2\n-1\n", KILLED),
+        (None, KILLED),
+    ],
+)
+async def test_a_note_is_an_agents_word(tmp_path: Path, notes: bytes | None, code: int) -> None:
+    """A number that no program ends with, or a pipe that nobody writes to."""
+    (tmp_path / "dev").mkdir()
+    os.mkfifo(tmp_path / OUTPUT)
+    if notes is None:
+        os.mkfifo(tmp_path / NOTES)
+    else:
+        (tmp_path / NOTES).write_bytes(notes)
+    root = os.open(tmp_path, os.O_RDONLY)
+    below = Below(inside=Hollow(root), execs=None, freeze=None, shift=0)  # type: ignore[arg-type]
+    try:
+        assert await below.follow(2, lambda *_: None) == code
+        (tmp_path / OUTPUT).unlink()
+        (tmp_path / OUTPUT).write_bytes(b"")
+        with pytest.raises(ForkError, match="it is no pipe any more"):
+            await below.follow(2, lambda *_: None)
+    finally:
+        os.close(root)
 
 
 # ── what doctor says ──────────────────────────────────────────────────────────

@@ -3,13 +3,16 @@ kept in a file.
 """
 
 import io
+import socket
 from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.containers.exec import Frames, Tail
+from polarnode.containers.client import Hijacked
+from polarnode.containers.exec import Frames, Tail, _pump
 from polarnode.core.errors import RuntimeFault
 from polarnode.support.bounded import BoundedLog, open_bounded_log
 
@@ -35,6 +38,30 @@ def test_frames_come_out_whole_however_the_stream_is_cut(
         stream = stream[size:]
     assert kept["stdout"] == b"".join(content for number, content in pieces if number == 1)
     assert kept["stderr"] == b"".join(content for number, content in pieces if number == 2)
+
+
+PODMANS = b"Error: read unixpacket @->/proc/self/fd/21/attach: read: connection reset by peer\n"
+
+
+@pytest.mark.parametrize(
+    ("frames", "kept"),
+    [
+        ([(2, b"note\n"), (1, b"out"), (2, PODMANS)], b"note\nout"),
+        ([(2, PODMANS), (1, b"out")], PODMANS + b"out"),
+        ([(2, b"mine: " + PODMANS)], b"mine: " + PODMANS),
+        ([(1, PODMANS)], PODMANS),
+        ([(2, b"Error: mine\n")], b"Error: mine\n"),
+    ],
+)
+async def test_podmans_words_are_not_output(frames: list[tuple[int, bytes]], kept: bytes) -> None:
+    """It adds them to what a program wrote, as the last, where another process holds its output."""
+    ours, theirs = trio.socket.socketpair()
+    said = bytearray()
+    with ours, theirs:
+        await theirs.send(framed(frames))
+        theirs.shutdown(socket.SHUT_WR)
+        await _pump(Hijacked(trio.SocketStream(ours)), b"", lambda _, piece: said.extend(piece))
+    assert bytes(said) == kept
 
 
 def test_a_long_frame_is_given_on_as_it_comes() -> None:

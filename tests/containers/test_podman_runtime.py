@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from attrs import evolve
 from fakes_runtime import CONTRACT
 from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits
 
@@ -150,6 +151,52 @@ async def test_a_daemon_that_holds_stdout_does_not_hold_us(runtimes: Runtimes) -
         with trio.fail_after(60):
             ended = await runtime.run(["sh", "-c", "sleep 1000 & setsid sleep 1000 & echo started"])
         assert (ended.exit_code, ended.stdout) == (0, b"started\n")
+
+
+HEADLESS = """
+import ctypes, os, threading, time
+if os.fork() == 0:
+    os.setsid()
+    threading.Thread(target=lambda: time.sleep(1000)).start()
+    for each in range(3): os.close(each)
+    ctypes.CDLL(None).syscall(60, 0)
+time.sleep(0.5)
+"""
+
+
+async def test_threads_without_their_first_end_too(runtimes: Runtimes) -> None:
+    """A process whose main thread has ended is listed as a zombie, and runs."""
+    async with runtimes.open(SMALL, session_id="headless", lifetime_s=LIFETIME_S) as runtime:
+        assert (await runtime.run(["python3", "-c", HEADLESS])).exit_code == 0
+        assert await runtime.busy()
+        await runtime.end_processes()
+        assert not await runtime.busy()
+        threads = "cat /proc/[0-9]*/status | grep -c 'State:.*Z'"
+        assert (await runtime.run(["sh", "-c", threads])).stdout == b"0\n"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    ["rm -rf /work/w", "chmod 000 /work/w", "mv /work/w /work/v", "rm -rf /work/w; echo 1 > /work/w"],
+)
+async def test_a_spoilt_workdir_is_made_anew(runtimes: Runtimes, spoil: str) -> None:
+    """So that a test starts in it, and says what it says of nothing."""
+    spec = evolve(SMALL, workdir="/work/w")
+    async with runtimes.open(spec, session_id="spoilt", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.run(["sh", "-c", f"echo 1 > out; cd /; {spoil}"])
+        await runtime.unseal()
+        assert (await runtime.run(["sh", "-c", "pwd; touch mine"])).stdout == b"/work/w\n"
+
+
+@kept_limits
+async def test_spent_memory_ends_no_container(runtimes: Runtimes) -> None:
+    """Files in memory stay when all programs are ended; then its first process would be the kernel's prey."""
+    spec = evolve(SMALL, memory_mb=48)
+    async with runtimes.open(spec, session_id="prey", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.run(["sh", "-c", "head -c 60M /dev/zero > /dev/shm/x"])
+        await runtime.end_processes()
+        assert runtime.alive
+        assert (await runtime.run(["sh", "-c", "exit 7"])).exit_code in (125, 137), "no room"
 
 
 STUBBORN = """

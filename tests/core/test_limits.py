@@ -251,10 +251,25 @@ def test_a_reward_stays_finite_where_it_is_squared() -> None:
 # ── addresses and other text ──────────────────────────────────────────────────
 
 
+# what one program decodes, or takes a part of, and another does not
+HOSTS = (
+    "127.0.0.1%2f",
+    "127.0.0.1%2f.h",
+    "%31.0.0.1",
+    "h;x",
+    "h,x",
+    "-h",
+    "(h)",
+    "h'",
+    "[fe80::1%25eth0]",
+)
+
+
 @pytest.mark.parametrize(
     "url",
     [
         "http://127.0.0.1:1/",
+        "http://my_trainer.Example.:1/",
         "https://trainer.example",
         "http://[::1]:8080/a?b=c%0d%0a#d",
         "http://h:65535",
@@ -281,6 +296,7 @@ def test_an_address_is_taken(url: str) -> None:
         ("http://user@host/", "without a name or password"),
         ("http://@host/", "without a name or password"),
         ("http://user:word@host/", "without a name or password"),
+        *((f"http://{host}/", "no name and no address") for host in HOSTS),
         ("http:///path", "an http or https address with a host"),
         ("http://[::1/", "an http or https address with a host"),
         ("ftp://host/", "an http or https address with a host"),

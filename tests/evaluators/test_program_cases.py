@@ -9,7 +9,7 @@ from attrs import define, evolve, field
 from evaluators_kit import finished
 
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Refused
+from polarnode.core.errors import ContentFault, Refused
 from polarnode.core.ports import LOST, Clock, Ended, Runtime, TimedEnd, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import program_cases
@@ -127,6 +127,8 @@ class SaidClock:
     async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
         await trio.lowlevel.checkpoint()
         self.ran.append(program)
+        if program.argv == ("spoilt",):
+            raise ContentFault("the container has ended")
         if program.argv == ("late",):
             return TimedEnd(ended=None, seconds=program.within_s)
         if program.argv[0] == "sh":
@@ -148,6 +150,8 @@ class Files:
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes | None:
         await trio.lowlevel.checkpoint()
+        if path.endswith("/unreadable"):
+            raise ContentFault("reading it: Permission denied")
         content = self.files.get(path)
         return None if content is None else content[:limit]
 
@@ -178,6 +182,13 @@ async def test_all_cases_must_pass_or_their_weights_count() -> None:
     }
     assert (await judged(SaidClock(), *cases, score="fraction")).reward == 0.75
     assert (await judged(SaidClock(), cases[0])) == Verdict(reward=1.0, metrics={"cases": 1, "passed": 1})
+
+
+async def test_what_an_agent_spoils_fails() -> None:
+    cases = {"argv": ["spoilt"]}, {"outputs": {"unreadable": "x"}}, {"argv": ["0", "x"], "stdout": "x"}
+    verdict = await judged(SaidClock(), *cases, score="fraction")
+    assert (verdict.reward, verdict.metrics["passed"]) == (1 / 3, 1)
+    assert "nothing could be run: the container has ended" in str(verdict.metrics["failed"])
 
 
 async def test_a_lost_exit_code_fails() -> None:

@@ -1,10 +1,11 @@
 """What web pages of other origins make a browser send is refused; programs and the server's own pages pass."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from quart import request
+from quart import Response, request
 from quart_trio import QuartTrio
 
 from polarnode.http.asgi import BrowserGuard, guard_browsers
@@ -137,3 +138,27 @@ async def test_what_a_page_can_send_without_asking_first_is_refused(
         url = f"http://127.0.0.1:{address.port}/"
         answer = await client.request(method, url, headers=headers, content=body or None)
     assert answer.status_code == status
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(("path", "status"), [("/none", 404), ("/broken", 500), ("/stream", 200)])
+async def test_no_type_is_guessed(path: str, status: int) -> None:
+    app = guarded()
+
+    @app.route("/broken")
+    async def broken() -> str:
+        raise KeyError("a bug")
+
+    @app.route("/stream")
+    async def stream() -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"<script>"
+
+        return Response(pieces(), content_type="text/plain")
+
+    async with (
+        open_server(app, Address(host="127.0.0.1", port=0)) as address,
+        httpx.AsyncClient() as client,
+    ):
+        answer = await client.get(f"http://127.0.0.1:{address.port}{path}")
+    assert (answer.status_code, answer.headers["X-Content-Type-Options"]) == (status, "nosniff")

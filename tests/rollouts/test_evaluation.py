@@ -11,10 +11,11 @@ from fakes_runtime import KILLED, MemoryRuntime
 from session_kit import agent, town
 from trio.abc import Clock
 
-from polarnode.core.errors import RuntimeFault
+from polarnode.core.errors import ContentFault, RuntimeFault
 from polarnode.core.ports import Ended, TimedProgram
 from polarnode.core.task import EvaluatorSpec, FileSpec, PrepareStep, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Verdict
+from polarnode.groups.group import lost_to_the_machine
 from polarnode.merge.trajectory import Result
 from polarnode.rollouts.evaluation import NodeClock, evaluated
 from polarnode.rollouts.session_containers import Containers
@@ -220,6 +221,30 @@ async def test_what_failed_beforehand_is_tried_twice_more(
         await place.over()
         found = place.of(session_id)
     assert (found.reward, found.outcome.boundary) == (reward, None if reward else "runtime")
+
+
+@pytest.mark.parametrize(
+    ("fault", "boundary"),
+    [(ContentFault("a link is in the way"), "evaluator"), (RuntimeFault("it does not answer"), "runtime")],
+)
+async def test_what_a_run_left_is_its_own(
+    autojump_clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: RuntimeFault,
+    boundary: str,
+) -> None:
+    """Another attempt would be another chance."""
+
+    async def spoilt(*_: Any, **__: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        raise fault
+
+    monkeypatch.setattr(MemoryRuntime, "unseal", spoilt)
+    async with town(tmp_path, {"agent": writes}) as place:
+        found = await place.one(evaluator="COUNTS", budgets={"retries": 0})
+    assert (found.outcome.status, found.outcome.boundary) == ("error", boundary)
+    assert lost_to_the_machine(found.outcome) == (boundary == "runtime")
 
 
 async def test_one_that_died_meanwhile_is_not_judged_in(autojump_clock: Clock, tmp_path: Path) -> None:

@@ -171,9 +171,13 @@ def is_public(address: Address) -> bool:
 
 def never_connected(address: Address) -> bool:
     """Whether the node itself never connects there, whatever its settings: link-local addresses, a cloud's
-    metadata, multicast, unspecified and reserved ones, and IPv6 that tunnels to an address not seen here.
+    metadata, multicast, unspecified and reserved ones, and IPv6 that tunnels to an address not seen here or
+    has one translated that is not public.
     """
     means = meant(address)
+    # a translator sends it to a network of its own: the prefix has public addresses alone (RFC 6052, 3.1)
+    if address in TRANSLATED and not means.is_global:
+        return True
     if means.is_loopback:
         return False
     if means.is_link_local or means.is_multicast or means.is_unspecified or within(means, METADATA):

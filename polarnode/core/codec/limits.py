@@ -228,6 +228,9 @@ PRINTABLE: Final = re.compile(r"[\x21-\x7e]+")
 HEADER: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 
 
+HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
+
+
 def url_fault(text: str) -> str | None:
     """Why a text is not the address of an HTTP server, as a predicate; None when it is."""
     if len(text) > URL_CHARS:
@@ -242,9 +245,27 @@ def url_fault(text: str) -> str | None:
         return "must be an http or https address with a host"
     if "@" in url.netloc:
         return "must be an http or https address without a name or password in it"
+    if not _host_fits(url):
+        return (
+            "has a host that is no name and no address: write it in letters, digits, '.', '-' and '_', with"
+            " nothing encoded, and an IPv6 address in brackets"
+        )
     if not _port_fits(url):
         return "has no port from 1 to 65535 after its host"
     return None
+
+
+def _host_fits(url: SplitResult) -> bool:
+    """Whether the host is spelled as every program reads it: what one decodes and another does not leads each
+    somewhere else.
+    """
+    host = str(url.hostname)
+    if "[" in url.netloc:
+        try:
+            return ipaddress.IPv6Address(host).scope_id is None
+        except ValueError:
+            return False
+    return HOST.fullmatch(host) is not None
 
 
 def _port_fits(url: SplitResult) -> bool:
