@@ -33,7 +33,7 @@ from polarnode.containers.inside import (
 )
 from polarnode.containers.sealing import SealState, seal, unseal, writable_places
 from polarnode.containers.snapshots import SnapshotFiles, archive, check_size, restore
-from polarnode.core.errors import ContentFault, EvaluatorError, RuntimeFault, boundary
+from polarnode.core.errors import ContentFault, RuntimeFault, SpoiltRuntime, boundary
 from polarnode.core.ports import Ended
 from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import RuntimeSpec
@@ -365,7 +365,7 @@ class PodmanRuntime:
         await self._freeze.thaw()
         obstacle = self._files.account_obstacle()
         if obstacle is not None:  # what ran in it did that, and would do it again
-            raise EvaluatorError(f"nothing can be run: {obstacle}")
+            raise SpoiltRuntime(f"nothing can be run: {obstacle}")
         home = (await self._account(user)).home
         basic = {"LANG": "C.UTF-8", "HOME": home}  # PATH is the image's own, or the caller's
         return ExecOrder(

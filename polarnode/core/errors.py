@@ -145,6 +145,10 @@ class EvaluatorError(PolarnodeError):
     boundary = "evaluator"
 
 
+class SpoiltRuntime(EvaluatorError):
+    """Nothing can be run in a container any more, because of what ran in it."""
+
+
 class JournalError(PolarnodeError):
     """The journal cannot take or return an entry (a full disk, a torn file)."""
 

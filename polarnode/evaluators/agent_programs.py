@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.core import codec
 from polarnode.core.conversation import Json
-from polarnode.core.errors import ContentFault, EvaluatorError
+from polarnode.core.errors import ContentFault, EvaluatorError, SpoiltRuntime
 from polarnode.core.ports import LOST, Runtime, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
@@ -161,7 +161,7 @@ class Requests:
         program = TimedProgram(argv=request.argv, stdin=request.stdin, within_s=within_s, keep=DATA_BYTES + 1)
         try:
             ended = (await self.finished.clock.run(self.finished.left, program)).ended
-        except (ContentFault, EvaluatorError) as error:  # what stands in the way is of the agent's making
+        except (ContentFault, SpoiltRuntime) as error:  # what stands in the way is of the agent's making
             return _not_run(str(error))
         if ended is None:
             return ProgramReply(

@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.core import codec
 from polarnode.core.conversation import Json
-from polarnode.core.errors import ContentFault, EvaluatorError, PolarnodeError
+from polarnode.core.errors import ContentFault, PolarnodeError, SpoiltRuntime
 from polarnode.core.ports import LOST, NOT_RUN, Ended, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
@@ -315,7 +315,7 @@ class _Run:
         )
         try:
             end = await self.finished.clock.run(self.finished.runtime, program)
-        except (ContentFault, EvaluatorError) as error:  # what stands in the way is of the agent's making
+        except (ContentFault, SpoiltRuntime) as error:  # what stands in the way is of the agent's making
             return CaseResult(reason=f"nothing could be run: {error}")
         self.left_s -= end.seconds
         late = f"it ran longer than {within_s:g} s" if end.ended is None else None

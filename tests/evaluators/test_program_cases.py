@@ -9,7 +9,7 @@ from attrs import define, evolve, field
 from evaluators_kit import finished
 
 from polarnode.core.conversation import Json
-from polarnode.core.errors import ContentFault, Refused
+from polarnode.core.errors import ContentFault, EvaluatorError, Refused, SpoiltRuntime
 from polarnode.core.ports import LOST, Clock, Ended, Runtime, TimedEnd, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import program_cases
@@ -127,8 +127,10 @@ class SaidClock:
     async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
         await trio.lowlevel.checkpoint()
         self.ran.append(program)
-        if program.argv == ("spoilt",):
-            raise ContentFault("the container has ended")
+        if program.argv[0] == "raises":
+            raise {"fault": ContentFault, "spoilt": SpoiltRuntime, "gone": EvaluatorError}[program.argv[1]](
+                "so"
+            )
         if program.argv == ("late",):
             return TimedEnd(ended=None, seconds=program.within_s)
         if program.argv[0] == "sh":
@@ -185,10 +187,17 @@ async def test_all_cases_must_pass_or_their_weights_count() -> None:
 
 
 async def test_what_an_agent_spoils_fails() -> None:
-    cases = {"argv": ["spoilt"]}, {"outputs": {"unreadable": "x"}}, {"argv": ["0", "x"], "stdout": "x"}
+    cases: tuple[dict[str, Json], ...] = (
+        {"argv": ["raises", "fault"]},
+        {"argv": ["raises", "spoilt"]},
+        {"outputs": {"unreadable": "x"}},
+        {"argv": ["0", "x"], "stdout": "x"},
+    )
     verdict = await judged(SaidClock(), *cases, score="fraction")
-    assert (verdict.reward, verdict.metrics["passed"]) == (1 / 3, 1)
-    assert "nothing could be run: the container has ended" in str(verdict.metrics["failed"])
+    assert (verdict.reward, verdict.metrics["passed"]) == (1 / 4, 1)
+    assert "nothing could be run: so" in str(verdict.metrics["failed"])
+    with pytest.raises(EvaluatorError, match="so"):  # where nothing of the session is left
+        await judged(SaidClock(), {"argv": ["raises", "gone"]})
 
 
 async def test_a_lost_exit_code_fails() -> None:
