@@ -16,7 +16,7 @@ from typing import Final, Literal
 from attrs import field, frozen
 
 from polarnode.core.conversation import Json
-from polarnode.core.errors import ModelError, Refused
+from polarnode.core.errors import ModelError, Refused, shortened
 from polarnode.core.ports import Tokenizer
 
 # ── family ────────────────────────────────────────────────────────────────────────────────────────
@@ -452,8 +452,8 @@ def family_of(tokenizer: Tokenizer) -> Family:
         return _family(row, tokenizer)
     names = ", ".join(row.name for row in ROWS)
     raise ModelError(
-        f"this model's control tokens and chat template are of no family polarnode knows ({names}): serve one"
-        " of those, or describe it"
+        f"this model's control tokens and chat template are of no family polarnode knows ({names}):"
+        f" {_lacking(tokenizer)}. Serve one of those, or describe it in polarnode/tokens/families.py"
     )
 
 
@@ -465,7 +465,74 @@ def fits(row: FamilyRow, tokenizer: Tokenizer) -> bool:
         text = tokenizer.render(_probe(row), tools=(), generation_prompt=True, thinking=None)
     except (Refused, ModelError):  # another family's template may refuse the probe
         return False
-    return any(written in text for written in row.written) and text.endswith(row.prompts)
+    known = any(written in text for written in row.written) and text.endswith(row.prompts)
+    # a model that is shown tools calls them, and no reader of ours would find its calls
+    return known and not (row.syntax == "none" and _shows_tools(tokenizer))
+
+
+def _shows_tools(tokenizer: Tokenizer) -> bool:
+    asked: list[dict[str, Json]] = [{"role": "user", "content": "x"}]
+    function: Json = {"name": "look_it_up", "description": "", "parameters": {"type": "object"}}
+    tool: dict[str, Json] = {"type": "function", "function": function}
+    try:
+        return "look_it_up" in tokenizer.render(asked, tools=(tool,), generation_prompt=True, thinking=None)
+    except (Refused, ModelError):
+        return False
+
+
+# what stands in a call that one of our readers may read
+_SIGNS: Final[Mapping[str, CallSyntax]] = {
+    "<function=look>": "function_xml",
+    '<invoke name="look">': "invoke_xml",
+    "<arg_key>": "arg_xml",
+    "call:look{": "braces",
+    '"arguments": ': "json",
+    '"parameters": ': "bare_json",
+}
+_SHOWN: Final = 160  # characters of a template's own words in a sentence
+
+
+def _lacking(tokenizer: Tokenizer) -> str:
+    """What a row would need that no row has, from what the template writes for a call."""
+    texts, refusal = [], ""
+    for arguments in ("either", "text"):
+        try:
+            texts.append(_rendered_call(tokenizer, in_text=arguments == "text"))
+        except (Refused, ModelError) as error:
+            refusal = str(error)
+    if not texts:
+        return f"its chat template does not show a call without an error ({shortened(refusal, _SHOWN)})"
+    called, _, prompt = texts[0].partition("<Q>")
+    begins = f"its prompts end in {shortened(prompt, _SHOWN)!r}"
+    if "look" not in called:
+        if _shows_tools(tokenizer):
+            return (
+                f"its chat template shows tools, but no call of one, and {begins}: missing is a template that"
+                " shows how it calls"
+            )
+        return f"its chat template shows no calls of tools, and {begins}: missing is a row of its turns"
+    sign = next((syntax for sign, syntax in _SIGNS.items() if sign in called), None)
+    missing = (
+        "a reader for such calls, and a row of its marks"
+        if sign is None
+        else f"a row of its marks (what is between them may be {sign})"
+    )
+    return f"it writes a call as {shortened(called.strip(), _SHOWN)!r}, and {begins}: missing is {missing}"
+
+
+def _rendered_call(tokenizer: Tokenizer, *, in_text: bool) -> str:
+    """What the template writes behind a question, for a call and another question `<Q>`."""
+    call: Json = {
+        "id": "c0",
+        "type": "function",
+        "function": {"name": "look", "arguments": _TEXT if in_text else _ARGUMENTS},
+    }
+    messages: list[dict[str, Json]] = [
+        {"role": "user", "content": "<A>"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "<Q>"},
+    ]
+    return tokenizer.render(messages, tools=(), generation_prompt=True, thinking=None).rpartition("<A>")[2]
 
 
 def _needed(row: FamilyRow) -> tuple[str, ...]:

@@ -305,9 +305,12 @@ def template_text(name: str) -> str:
     family = FAMILIES[name]
     if family.own:
         return (OWN / f"{family.template}.jinja").read_text()
-    return Path(
-        str(distribution("trl").locate_file(f"trl/chat_templates/{family.template}.jinja"))
-    ).read_text()
+    return trl_template(family.template)
+
+
+def trl_template(name: str) -> str:
+    """TRL's copy of a vendor's template."""
+    return Path(str(distribution("trl").locate_file(f"trl/chat_templates/{name}.jinja"))).read_text()
 
 
 def write_family(folder: Path, family: FamilyFixture, template: str) -> None:
