@@ -328,13 +328,15 @@ async def test_14_16_any_name_is_served_and_said_again(
 
 
 @every_api
-async def test_14_17_a_call_without_tools_beside_others_is_marked(
+async def test_14_17_a_call_for_a_title_beside_others_is_marked(
     autojump_clock: trio.testing.MockClock, api: Api
 ) -> None:
     here = stage(scripted("Hello."))
     await Client().ask(here, api.asks(stream=True, tools=api.tools))
     await Client().ask(here, api.asks(stream=True, text="Write a title for this conversation."))
-    assert [turn.role for turn in here.turns] == ["main", "auxiliary"]
+    asks = "Summarize the user's primary intent or goal in this conversation in ONE sentence"
+    await Client().ask(here, api.asks(stream=True, text=asks))
+    assert [turn.role for turn in here.turns] == ["main", "main", "auxiliary"]
 
 
 @every_api

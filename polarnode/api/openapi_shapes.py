@@ -401,7 +401,9 @@ class CaptureOpen(CaptureStatus):
 
 @frozen(kw_only=True)
 class CaptureOver:
-    """How a capture ended, without its tokens."""
+    """How a capture ended, without its tokens. `left_out` and `left_out_tokens` count the turns that no row
+    trains, and their sampled tokens, by reason.
+    """
 
     session_id: str
     task_id: str
@@ -413,6 +415,8 @@ class CaptureOver:
     traces: int
     sampled_tokens: int
     trainable_tokens: int
+    left_out: Mapping[str, int]
+    left_out_tokens: Mapping[str, int]
 
 
 _UPDATE: Final[Where] = ("POST", "/v1/weights/updates/<update_id>/commit")

@@ -19,7 +19,13 @@ from polarnode.api.service import NotFound, Service, json_response
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_evaluation, read_task, task_json
-from polarnode.core.codec.trajectories import read_score, score_json, trajectory_json, turns_json
+from polarnode.core.codec.trajectories import (
+    ended_json,
+    read_score,
+    score_json,
+    trajectory_json,
+    turns_json,
+)
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.positions import ALONE
@@ -377,22 +383,6 @@ class CaptureRoutes:
                 " /v1/capture"
             )
         return json_response(ended_json(found))
-
-
-def ended_json(found: Trajectory) -> dict[str, Json]:
-    """How a capture ended, without its tokens."""
-    return {
-        "session_id": found.session_id,
-        "task_id": found.task_id,
-        "group_id": found.group_id,
-        "sample_index": found.sample_index,
-        "outcome": plain(found.outcome),
-        "reward": found.reward,
-        "turns": len(found.turns),
-        "traces": len(found.traces),
-        "sampled_tokens": found.sampled_tokens,
-        "trainable_tokens": found.trainable_tokens,
-    }
 
 
 # ── evaluations ────────────────────────────────────────────────────────────────

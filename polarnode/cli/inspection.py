@@ -65,7 +65,7 @@ def lineage_text(figures: Mapping[str, Any]) -> Text:
         *(f"  {name}: {_counts(figures.get(name))}" for name in ("kinds", "reasons", "roles")),
         *(
             f"  {name.replace('_', ' ')}: {_counts(figures.get(name))}"
-            for name in ("notes", "left_out")
+            for name in ("notes", "left_out", "left_out_tokens")
             if figures.get(name)
         ),
     ]

@@ -16,6 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from polarnode.core.conversation import Json
 from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory
 
 if TYPE_CHECKING:
@@ -158,6 +159,15 @@ def fork_text(fork: ForkedFrom) -> str:
     """Where a fork began: its parent, the turn, how, and where it left the record earlier and why."""
     differs = f", in another state from turn {fork.got} on: {fork.differs}" if fork.differs else ""
     return f"{fork.session_id} before turn {fork.turn} by {fork.by}{differs}"
+
+
+def left_out_tokens(trajectory: Trajectory | None) -> dict[str, Json]:
+    """The sampled tokens that no row of a session trains, by reason. Empty where all are trained, or where an
+    older node did not count.
+    """
+    figures = None if trajectory is None else trajectory.metrics.get("lineage")
+    tokens = figures.get("left_out_tokens") if isinstance(figures, dict) else None
+    return tokens if isinstance(tokens, dict) else {}
 
 
 def merged_ratio(trajectory: Trajectory) -> str:

@@ -208,6 +208,7 @@ def summary(event: Event) -> dict[str, Json]:
         "turns": len(value["turns"]),
         "traces": len(value["traces"]),
         "trainable_tokens": 0 if trajectory is None else trajectory.trainable_tokens,
+        "left_out_tokens": output.left_out_tokens(trajectory),
     }
 
 
@@ -254,6 +255,10 @@ def _trajectory_line(event: Event) -> str:
         f" {output.reward_text(value['reward'])}"
     )
     counts = f"turns {len(value['turns'])} traces {len(value['traces'])} trainable {trainable}"
+    left_out = output.left_out_tokens(trajectory)
+    if left_out:
+        tokens = ", ".join(f"{harmless(reason)} {count}" for reason, count in left_out.items())
+        counts = f"{counts}, left out: {tokens}"
     if trajectory is not None and trajectory.forked_from is not None:
         counts = f"{counts} fork of {harmless(output.fork_text(trajectory.forked_from))}"
     if trajectory is None or trajectory.outcome.status == "completed":

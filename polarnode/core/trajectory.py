@@ -9,9 +9,10 @@ default here and nothing elsewhere. Field metadata gives the key in JSON where t
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from attrs import evolve, field, frozen
 
@@ -35,6 +36,7 @@ TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
 # partial: the client disconnected or aborted; failed: the engine gave no whole answer
 TurnState = Literal["complete", "partial", "failed"]
 TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
+_ROLES: Final[Mapping[str, TurnRole]] = {role: role for role in get_args(TurnRole)}
 
 # How a turn's fields stand in its row of a trajectory's JSON: `optional` may be absent there although the
 # class needs it, `full` is there only with turns=full.
@@ -356,6 +358,30 @@ class Trajectory:
     def trainable_tokens(self) -> int:
         """Tokens that carry loss, over all traces."""
         return sum(trace.loss_mask.count(1) for trace in self.traces)
+
+
+def with_published_roles(turns: Sequence[Turn], left_out: Sequence[LeftOut]) -> tuple[Turn, ...]:
+    """The turns of a published session, where one that was left out for its role has that role: earlier nodes
+    recorded another and decided when the session was over.
+    """
+    roles = {each.turn: _ROLES[each.reason] for each in left_out if each.reason in _ROLES}
+    return tuple(
+        evolve(turn, role=roles[turn.index]) if roles.get(turn.index, turn.role) != turn.role else turn
+        for turn in turns
+    )
+
+
+def left_out_by_reason(trajectory: Trajectory) -> "tuple[Counter[str], Counter[str]]":
+    """The turns of this session that no row trains, and their sampled tokens, by reason. Inherited turns are
+    trained elsewhere.
+    """
+    sampled = {turn.index: len(turn.sampled) for turn in trajectory.turns}
+    turns, tokens = Counter[str](), Counter[str]()
+    for each in trajectory.left_out:
+        if each.turn >= trajectory.inherited:
+            turns[each.reason] += 1
+            tokens[each.reason] += sampled.get(each.turn, 0)
+    return turns, tokens
 
 
 def rewarded(trace: Trace, verdict: Verdict) -> Trace:

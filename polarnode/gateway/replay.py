@@ -26,7 +26,6 @@ from polarnode.merge.attach import Plan
 from polarnode.merge.figures import new_messages_of
 from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
 from polarnode.merge.lineage import Lineages
-from polarnode.merge.roles import reclassify_roles
 from polarnode.tokens.template import Template
 
 # ── answers ────────────────────────────────────────────────────────────
@@ -319,9 +318,7 @@ class _Player:
     def lines(self) -> dict[str, Line]:
         """One line per file with a model request."""
         played = {line.file: line for line in self._errors}
-        return played | {
-            line.file: line for line in map(self._line, reclassify_roles(tuple(self._turns.values())))
-        }
+        return played | {line.file: line for line in map(self._line, self._turns.values())}
 
     def _line(self, turn: Turn) -> Line:
         recorded = self._files[turn.index]

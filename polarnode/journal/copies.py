@@ -34,7 +34,6 @@ from polarnode.journal.entries import (
 from polarnode.journal.pending_callbacks import EVENT_KINDS
 from polarnode.journal.queries import readable_turns
 from polarnode.journal.schema import snapshot
-from polarnode.merge.roles import reclassify_roles
 
 STAGED: Final = "\x1f"  # between a task's id and an epoch: no id has it
 
@@ -76,8 +75,8 @@ def read_result(data: bytes) -> EndedResult:
     """What `pack_result` wrote with its turns. Raises Unreadable."""
     with decoding():
         at, (body, *turns) = _parts(data)
-        whole = reclassify_roles(tuple(map(unpack_turn, turns)))
-        return EndedResult(trajectory=unpack_trajectory(body, whole), at=at)
+        trajectory = unpack_trajectory(body, tuple(map(unpack_turn, turns)))
+        return EndedResult(trajectory=trajectory, at=at)
 
 
 def _parts(data: bytes) -> tuple[float, list[bytes]]:
@@ -524,7 +523,7 @@ def held_result(db: sqlite3.Connection, session_id: str) -> EndedResult | None:
         check(row[3], *row[:3])
         with decoding():
             at, (body,) = _parts(row[2])
-            whole = unpack_trajectory(body, reclassify_roles(turns), damaged=damaged)
+            whole = unpack_trajectory(body, turns, damaged=damaged)
             return EndedResult(trajectory=whole, at=at)
     except Unreadable as error:
         note(db, Damage(table="held", row=session_id, session_id=session_id, reason=str(error)))

@@ -35,7 +35,6 @@ from polarnode.journal.values import (
     UnfinishedSession,
     unreadable_event,
 )
-from polarnode.merge.roles import reclassify_roles
 from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
 
 # ── cache ────────────────────────────────────────────────────────────
@@ -290,7 +289,7 @@ def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
         found = readable_turns(db, session_id)
         check(row[1], session_id, row[0])
         with decoding():
-            return unpack_trajectory(row[0], reclassify_roles(found[0]), damaged=found[1])
+            return unpack_trajectory(row[0], found[0], damaged=found[1])
     except Unreadable as error:
         note(db, Damage(table="trajectories", row=session_id, session_id=session_id, reason=str(error)))
         return _rebuilt(db, session_id, *(found or readable_turns(db, session_id)), error)

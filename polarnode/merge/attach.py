@@ -37,6 +37,7 @@ from polarnode.merge.fingerprint import (
     root_key,
     same_text,
     thinking_letter,
+    without_end,
 )
 from polarnode.merge.ledger import Ledger
 
@@ -331,6 +332,8 @@ class _Pass:
     stray: tuple[int, str] | None = None
     ours: list[int] = field(factory=list)
     odd: list[int] = field(factory=list)
+    # the stop strings that the client put back, by the place after their message
+    stops: dict[int, str] = field(factory=dict)
     # the first message that differs from the earlier request with the longest common prefix
     diverged: int | None = None
     # the last turn after `best` whose answer stands here, but not the user message it answered
@@ -376,22 +379,35 @@ class _Pass:
             self._reach(position + 1)
             return key
         self.odd.append(position + 1)
-        excused = self._excused(position, message, before)
-        if excused is not None:
+        known = self._stopped(position, message, before) or self._excused(position, message, before)
+        if known is not None:
             self._reach(position + 1)
-            return excused
+            return known
         self.stray = self.stray or (position, before)
-        self._follow(position, message, key)
+        self._follow(position, message, before)
         return key
 
-    def _follow(self, position: int, message: Message, key: str) -> None:
+    def _stopped(self, position: int, message: Message, before: str) -> str | None:
+        """The key of the turn whose answer this is with the stop string at which it ended. The model sampled
+        that too, and only the answer to the client lacks it.
+        """
+        for stop, shown in self.ledger.without_stops(before, message):
+            key = advance(before, shown, canonical=self.memo.canonical)
+            if self.ledger.stopped_with(key, stop):
+                self.stops[position + 1] = stop
+                return key
+        return None
+
+    def _follow(self, position: int, message: Message, before: str) -> None:
         """Look for a turn with this answer whose user message is missing or changed here."""
-        found = self.ledger.unprompted_with(key)
-        if found is None and position and self.messages[position - 1].role == "user":
-            found = self.ledger.unprompted_with(
-                advance(self.keys[position - 1], message, canonical=self.memo.canonical)
-            )
-        self.follows = self.follows if found is None else found
+        after_user = position > 0 and self.messages[position - 1].role == "user"
+        places = [before, self.keys[position - 1]] if after_user else [before]
+        found = (
+            self.ledger.unprompted_with(advance(place, shown, canonical=self.memo.canonical))
+            for place in places
+            for shown in [message, *(shown for _, shown in self.ledger.without_stops(place, message))]
+        )
+        self.follows = next((turn for turn in found if turn is not None), self.follows)
 
     def _excused(self, position: int, message: Message, before: str) -> str | None:
         """The key of the turn that a changed message provably comes from: same call ids in the same order,
@@ -404,7 +420,7 @@ class _Pass:
             if (
                 index in proven
                 and turn.answer is not None
-                and excusable(self.references, turn.answer.as_message(), message)
+                and excusable(self.references, turn.answer, message)
             ):
                 self.edits.append(_edit(position, index, turn.answer.as_message(), message))
                 return turn.message_key
@@ -463,9 +479,10 @@ def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str
 
 def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]:
     """Among twins, the turn whose path most of the request's references prove; on a tie the latest, with a
-    note.
+    note. A stop string that came back tells twins apart that ended at different ones.
     """
-    twins = walk.ledger.answered_with(walk.keys[walk.best])
+    key, stop = walk.keys[walk.best], walk.stops.get(walk.best)
+    twins = walk.ledger.answered_with(key) if stop is None else walk.ledger.stopped_with(key, stop)
     if len(twins) == 1:
         return twins[0], []
     proven = walk.references.find_refs(opaque for message in messages for opaque in opaques(message))
@@ -489,15 +506,16 @@ def opaques(message: Message) -> Iterator[str]:
         yield message.call_id
 
 
-def excusable(references: References, ours: Message, echoed: Message) -> bool:
+def excusable(references: References, answer: Answer, echoed: Message) -> bool:
     """Whether an echoed message is a changed answer of ours: same call ids in the same order, text equal or
-    dropped.
+    dropped, with or without the stop string at which it ended.
     """
-    recorded, shown = _located(references, ours), _located(references, echoed)
+    recorded, shown = _located(references, answer.as_message()), _located(references, echoed)
+    texts = (echoed.text, without_end(echoed.text, answer.stop_string or ""))
     return (
         None not in recorded
         and recorded == shown
-        and (not echoed.text.strip() or same_text(ours.text, echoed.text))
+        and any(text is not None and (not text.strip() or same_text(answer.text, text)) for text in texts)
     )
 
 

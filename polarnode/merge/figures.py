@@ -32,6 +32,7 @@ DIVERGED: Final = "diverged"
 VOLATILE: Final = "volatile"  # the user message that a turn answered is missing or changed
 RESUMED: Final = "resumed"  # the turn continues the cut sample of another turn
 CLOSED: Final = "closed"  # the parent's sample had no turn end and was closed
+SIDE_CALL: Final = "side call"  # the request carries the sign of a harness's side call
 THINKING: Final = "thinking"  # which thinking the model was shown, under the thinking policy `template`
 REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
 REFUSED: Final = "refused"  # the engine refused what the request asked for
@@ -45,6 +46,7 @@ WORDS: Final = (
     VOLATILE,
     RESUMED,
     CLOSED,
+    SIDE_CALL,
     THINKING,
     REFUSED,
 )

@@ -230,6 +230,12 @@ def same_text(one: str, other: str) -> bool:
     return one.strip(_BLANK) == other.strip(_BLANK)
 
 
+def without_end(text: str, end: str) -> str | None:
+    """The text before an ending, whatever blanks surround that; None for a text that ends otherwise."""
+    whole, bare = text.rstrip(_BLANK), end.strip(_BLANK)
+    return whole.removesuffix(bare) if bare and whole.endswith(bare) else None
+
+
 def canonical_arguments(arguments: str) -> str:
     """Arguments by meaning: type-tagged, keys sorted, numbers by value (1 is 1.0, true is not 1), no
     text is {}.

@@ -10,15 +10,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Final
 
-from attrs import define, field
+from attrs import define, evolve, field
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Message
 from polarnode.core.trajectory import Turn, line_of
 from polarnode.merge.figures import shows_thinking
-from polarnode.merge.fingerprint import NONE, Path, advance
+from polarnode.merge.fingerprint import NONE, Path, advance, without_end
 
 _NOBODY: Final[tuple[int, ...]] = ()
+_NO_STOPS: Final[tuple[str, ...]] = ()
 
 
 # A chain this long is walked in 20 us; beyond it a full copy is kept, so that a walk ends there. The
@@ -73,6 +74,9 @@ class Ledger:
     _bare: dict[str, int] = field(factory=dict)
     _keys: dict[int, tuple[str, ...]] = field(factory=dict)
     _thoughtful: set[int | None] = field(factory=set)
+    # the stop strings at which the answers to a path ended; of no other place, for a client may send new ones
+    # with every request
+    _stops: dict[str, list[str]] = field(factory=dict)
     # what `written` says of some turns, oldest first, _FULL_COPIES at most
     _full: dict[int, bytes] = field(factory=dict)
 
@@ -94,12 +98,26 @@ class Ledger:
         self._before.setdefault(path.key, []).append(turn.index)
         if path.bare != NONE and turn.answer is not None:
             self._bare[advance(path.bare, turn.answer.as_message())] = turn.index
+        if _stop_of(turn):
+            for place in {path.key, path.bare, self._first_before(turn)}:
+                self._stops.setdefault(place, []).append(_stop_of(turn))
 
     def answered_with(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns whose path, answer included, has this key. More than one are twins: same text, other
         tokens.
         """
         return self._after.get(key, _NOBODY)
+
+    def without_stops(self, before: str, message: Message) -> Iterator[tuple[str, Message]]:
+        """The stop strings of answers to a path that a message ends with, and the message before each."""
+        for stop in dict.fromkeys(self._stops.get(before, _NO_STOPS)):
+            text = without_end(message.text, stop)
+            if text is not None:
+                yield stop, evolve(message, text=text)
+
+    def stopped_with(self, key: str, stop: str) -> list[int]:
+        """Of the turns whose path has this key, those that ended at this stop string."""
+        return [index for index in self.answered_with(key) if _stop_of(self.turns[index]) == stop]
 
     def answers_to(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns that answered the path of this key."""
@@ -153,19 +171,23 @@ class Ledger:
             step = self.turns[step].parent
 
     def _keys_of(self, turn: Turn) -> tuple[str, ...]:
-        merged = self._merged_key(turn)
-        return (turn.message_key,) if merged is None else (turn.message_key, merged)
-
-    def _merged_key(self, turn: Turn) -> str | None:
-        """The key under which a client names an answer that went on after a cut, when it shows both halves as
-        one message.
+        """The turn's own key and, for an answer that went on after a cut, those under which a client names it
+        that shows all halves as one message: with the stop strings at which halves ended, and without.
         """
         if not self._goes_on(turn):
-            return None
-        return advance(Path.read(self._halves(turn)[-1].before_key).key, self._merged(turn))
+            return (turn.message_key,)
+        before = self._first_before(turn)
+        merged = [advance(before, self._merged(turn, stops=stops)) for stops in (False, True)]
+        return tuple(dict.fromkeys((turn.message_key, *merged)))
 
-    def _merged(self, turn: Turn) -> Message:
-        return reduce(Message.joined, [_answer_message(half) for half in reversed(self._halves(turn))])
+    def _merged(self, turn: Turn, *, stops: bool = False) -> Message:
+        *earlier, last = reversed(self._halves(turn))
+        shown = [_answer_message(half, stop=stops) for half in earlier]
+        return reduce(Message.joined, [*shown, _answer_message(last)])
+
+    def _first_before(self, turn: Turn) -> str:
+        """The path that an answer began at, which a client shows as one message."""
+        return Path.read(self._halves(turn)[-1].before_key).key
 
     def _halves(self, turn: Turn) -> list[Turn]:
         """A turn that went on after a cut and those it went on from, latest first."""
@@ -181,8 +203,13 @@ class Ledger:
         )
 
 
-def _answer_message(turn: Turn) -> Message:
-    return Message(role="assistant") if turn.answer is None else turn.answer.as_message()
+def _answer_message(turn: Turn, *, stop: bool = False) -> Message:
+    message = Message(role="assistant") if turn.answer is None else turn.answer.as_message()
+    return evolve(message, text=message.text + _stop_of(turn)) if stop else message
+
+
+def _stop_of(turn: Turn) -> str:
+    return "" if turn.answer is None else turn.answer.stop_string or ""
 
 
 def _parent(turn: Turn) -> int:

@@ -109,9 +109,7 @@ class ThinkingPolicy:
     def _is_answer(self, index: int, message: Message) -> bool:
         turn = self.ledger.turns.get(index)
         return (
-            turn is not None
-            and turn.answer is not None
-            and excusable(self.references, turn.answer.as_message(), message)
+            turn is not None and turn.answer is not None and excusable(self.references, turn.answer, message)
         )
 
 
@@ -316,16 +314,22 @@ class Lineages:
     def _classify(
         self, found: Attached, conversation: Conversation, hints: Mapping[str, str]
     ) -> RequestRoles:
-        """The role of a request: by its own signs, else the role of the sub-agent whose turn it continues."""
+        """The role of a request: by its own signs, else that of the sub-agent or of the side call that it
+        continues.
+        """
         names = [tool.name for tool in conversation.tools]
         roles = self._paths.classify(found.path, conversation.messages, hints.get("kind", ""), tools=names)
-        if (
-            roles.role == "main"
-            and found.before is not None
-            and self._ledger.turns[found.before].role == "subagent"
-        ):
+        if roles.role != "main" or found.before is None:
+            return roles
+        before = self._ledger.turns[found.before].role
+        if before == "subagent":
             return RequestRoles(
                 role="subagent", note=f"the request continues turn {found.before}, a sub-agent's"
+            )
+        if before == "auxiliary" and conversation.messages[-1].role == "tool":
+            return RequestRoles(
+                role="auxiliary",
+                note=f"{figures.SIDE_CALL}: the request answers the tools that turn {found.before} called",
             )
         return roles
 

@@ -1,64 +1,140 @@
 """The role of each request (main, sub-agent, auxiliary, compaction) and why a request starts a new lineage.
 
-The harness's own header decides first, then the calling agent, then the content of the request. Roles label
-reports and leave side calls out of training; they never change the tokens of a prompt. Name the harness
-beside each sign of a side call. An uncertain sign is worse than none, because turns with it are not trained.
+The harness's own header decides first, then a sign of a side call, then the calling agent, then the content
+of the request. Roles label reports and leave side calls out of training; they never change the tokens of a
+prompt. A sign is a text that one harness is known to send: an agent without tools, or one that is asked
+once, is an agent. An uncertain sign is worse than none, because turns with it are not trained. A turn keeps
+the role it has when it is planned.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
 from attrs import define, evolve, field, frozen
 
 from polarnode.core.codec.json import read_json
 from polarnode.core.conversation import Answer, Json, Message
 from polarnode.core.errors import Refused
-from polarnode.core.trajectory import Turn, TurnRole
+from polarnode.core.trajectory import TurnRole
+from polarnode.merge.figures import SIDE_CALL
 from polarnode.merge.fingerprint import NONE, Path
 
 _ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
 
 
-@frozen
+@frozen(kw_only=True)
 class _Sign:
-    """How a side call begins: its system message, or its last user message."""
+    """How a side call of one harness begins: its system message, its last user message, or both. `systems`
+    are the possible beginnings of the system message.
+    """
 
-    place: Literal["system", "user"]
-    begins: str
+    harness: str
+    asks: str
     role: TurnRole
-    note: str
+    systems: tuple[str, ...]
+    user: str
+
+    @property
+    def note(self) -> str:
+        return f"{SIDE_CALL}: {self.harness} asks {self.asks}"
 
 
-_SUMMARY: Final = "the request asks for a summary of its history"
+def _side(harness: str, asks: str, system: str = "", *, user: str = "") -> _Sign:
+    return _Sign(harness=harness, asks=asks, role="auxiliary", systems=(system,), user=user)
+
+
+def _summary(harness: str, system: str = "", *, user: str = "") -> _Sign:
+    return _Sign(
+        harness=harness, asks="for a summary of its history", role="compaction", systems=(system,), user=user
+    )
+
+
+# Claude Code begins every system prompt with one of these lines, those of its side calls too.
+_CLAUDE_LINES: Final = (
+    "You are Claude Code, Anthropic's official CLI for Claude.",
+    "You are Claude Code, Anthropic's official CLI for Claude, running within the Claude Agent SDK.",
+    "You are a Claude agent, built on Anthropic's Claude Agent SDK.",
+)
+
+
+def _claude(sign: _Sign) -> _Sign:
+    """The sign after Claude Code's own line: its words alone could be anybody's."""
+    after = [f"\n{system}" if system else "" for system in sign.systems]
+    return evolve(sign, systems=tuple(line + words for line in _CLAUDE_LINES for words in after))
+
+
+_CLAUDE: Final = "Claude Code"
+_GEMINI: Final = "Gemini CLI"
+_QWEN: Final = "Qwen Code"
+_BOTH: Final = "Gemini CLI or Qwen Code"
+_TITLE: Final = "for a title"
+_LABEL: Final = "for a label of what its tools did"
+_NEXT: Final = "what its user may type next"
+_RECAP: Final = "for a recap"
+_SAFE: Final = "whether a tool call is safe"
+_MEMORY: Final = "what to remember"
+
+# Read in the code of codex 0.169.0, claude-code 2.1.328, qwen-code 0.24.4, gemini-cli 0.61.0, pi 0.73.1 and
+# 1.5.2, openclaw 2026.9.6, opencode 1.18.33, openhands-sdk 1.58.0 and hermes-agent 0.19.0; those marked with
+# "earlier" are of their earlier releases, and Crush's of its tests. mini-swe-agent has no side calls. Each
+# text is long enough that no other agent's prompt begins so by chance.
 _SIGNS: Final = (
-    _Sign("user", "You are performing a CONTEXT CHECKPOINT COMPACTION", "compaction", _SUMMARY),  # Codex
-    # Claude Code
-    _Sign("user", "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools", "compaction", _SUMMARY),
-    _Sign("system", "You are a context summarization assistant", "compaction", _SUMMARY),  # Pi
-    # Gemini CLI, Qwen Code
-    _Sign("system", "You are the component that summarizes internal chat history", "compaction", _SUMMARY),
-    # Gemini CLI, Qwen Code
-    _Sign("user", "First, reason in your scratchpad. Then, generate", "compaction", _SUMMARY),
-    # OpenHands' condenser
-    _Sign("user", "You are maintaining a context-aware state summary", "compaction", _SUMMARY),
-    # opencode
-    _Sign("user", "Provide a detailed prompt for continuing our conversation above", "compaction", _SUMMARY),
-    # opencode
-    _Sign(
-        "system", "You are a title generator. You output ONLY", "auxiliary", "the request asks for a title"
+    _summary("Codex", user="You are performing a CONTEXT CHECKPOINT COMPACTION"),
+    _side("Codex", _MEMORY, user="Analyze this rollout and produce JSON with `"),
+    _summary(_CLAUDE, user="CRITICAL: Respond with TEXT ONLY. Do NOT call any tools"),
+    _claude(_summary(_CLAUDE, "You are a helpful AI assistant tasked with summarizing conversations.")),
+    _claude(_side(_CLAUDE, _TITLE, "You are naming a coding session so the user can pick it out of")),
+    _claude(_side(_CLAUDE, _TITLE, user="Generate a short kebab-case name (2-4 words) that captures")),
+    _claude(_side(_CLAUDE, _LABEL, "Write a short summary label describing what these tool calls")),
+    _claude(_side(_CLAUDE, _LABEL, user="Describe your most recent action in 3-5 words using present")),
+    _claude(_side(_CLAUDE, _RECAP, user="The user stepped away and is coming back. Recap in under")),
+    _claude(_side(_CLAUDE, _NEXT, user="[SUGGESTION MODE: Suggest what the user might naturally type")),
+    _claude(_side(_CLAUDE, _MEMORY, user="You are now acting as the memory extraction subagent.")),
+    _claude(_side(_CLAUDE, "what a web page says", user="Web page content:\n---\n")),
+    _claude(
+        _side(_CLAUDE, "whether a hook's condition holds", "You are evaluating a stop-condition hook in")
     ),
-    _Sign("system", "You will generate a short title", "auxiliary", "the request asks for a title"),  # Crush
-    # Gemini CLI
-    _Sign(
-        "system", "You are a specialized Task Routing AI", "auxiliary", "the request asks which model to ask"
+    _claude(_side(_CLAUDE, "whether a hook's condition holds", "You are evaluating a hook in Claude Code.")),
+    _claude(_side(_CLAUDE, _SAFE, "You are a security monitor for autonomous AI coding agents.")),
+    _summary(
+        "Pi or OpenClaw", "You are a context summarization assistant. Your task is to read a conversation"
     ),
-    # both
-    _Sign(
-        "user",
-        "Analyze *only* the content and structure of your immediately preceding",
-        "auxiliary",
-        "the request asks who speaks next",
+    _side(
+        "OpenClaw", "for a file's name", user="Based on this conversation, generate a short 1-2 word filename"
     ),
+    _summary(_GEMINI, "You are a specialized system component responsible for distilling chat history"),
+    _summary(_GEMINI, "You are an expert Context Memory Manager. You maintain the long-term"),
+    _summary(_GEMINI, user="Generate a new <state_snapshot> based on the provided history."),
+    _summary(_GEMINI, user="A previous <state_snapshot> exists in the history. You MUST integrate"),
+    _side(_GEMINI, "which model to ask", "You are a specialized Task Routing AI. Your sole function"),
+    _side(_GEMINI, "whether it repeats itself", "You are a diagnostic agent that determines whether a"),
+    _side(_GEMINI, "for the repair of an edit", "You are an expert code-editing assistant specializing in"),
+    _side(_GEMINI, "for the repair of an edit", "You are an expert code-editing assistant. Your task is"),
+    _side(_GEMINI, "for a shorter text", "You are an expert context compressor. Your job is to drastically"),
+    _side(_GEMINI, "for a shorter text", user="Summarize the following tool output to be a maximum of "),
+    _side(_GEMINI, _TITLE, user="Summarize the user's primary intent or goal in this conversation in ONE"),
+    _side(_BOTH, "who speaks next", user="Analyze *only* the content and structure of your immediately"),
+    _summary(_BOTH, "You are the component that summarizes internal chat history"),  # earlier
+    _summary(_BOTH, user="First, reason in your scratchpad. Then, generate"),  # earlier
+    _summary(_QWEN, "You are the component that summarizes a conversation when its context window"),
+    _summary(_QWEN, user="First, reason in your <analysis> block. Then, produce the <state_snapshot> XML."),
+    _side(_QWEN, _TITLE, "Generate a concise, sentence-case title (3-7 words) that captures what this"),
+    _side(_QWEN, _LABEL, "Write a short summary label describing what these tool calls accomplished."),
+    _side(_QWEN, _RECAP, "You generate session recaps for a programming assistant CLI."),
+    _side(_QWEN, _NEXT, user="[SUGGESTION MODE: Suggest what the user might naturally type next.]"),
+    _side(_QWEN, _SAFE, "You are a security classifier for an AI coding agent operating in auto mode."),
+    _side(_QWEN, "whether its goal is reached", "You are an independent Goal Verifier. Judge the proposed"),
+    _side(_QWEN, _MEMORY, "You are now acting as the managed memory extraction subagent for an AI coding"),
+    _summary("OpenHands", "You are maintaining a context-aware state summary for an interactive agent"),
+    _summary("OpenHands", user="You are maintaining a context-aware state summary"),  # earlier
+    _side("OpenHands", _TITLE, "You are a helpful assistant that generates concise, descriptive titles for"),
+    _summary("opencode", "You are a context summarization agent. You are given a conversation"),
+    _summary("opencode", user="Provide a detailed prompt for continuing our conversation above"),  # earlier
+    _side("opencode", _TITLE, "You are a title generator. You output ONLY a thread title."),
+    _side("opencode", _TITLE, "Summarize what was done in this conversation. Write like a pull request"),
+    _summary("Hermes", user="You are a summarization agent creating a context checkpoint."),
+    _side("Hermes", _TITLE, "Generate a short, descriptive title (3-7 words) for a conversation that starts"),
+    _side("Crush", _TITLE, "You will generate a short title based on the first message"),
 )
 # First words of the user message that replaces the history it summarises.
 _SUMMARY_STARTS: Final = (
@@ -137,11 +213,6 @@ class PathIndex:
             return RequestRoles(
                 role="subagent", note="the request comes from another agent of the harness than the first one"
             )
-        if path.tools == NONE and self._main_has_tools:
-            return RequestRoles(
-                role="auxiliary",
-                note="the request has no tools while the session's main conversation has some",
-            )
         if self._main_has_tools and path.system not in self._main_systems and _SUBAGENT_TOOL in tools:
             return RequestRoles(
                 role="subagent", note=f"the request has a {_SUBAGENT_TOOL} tool, as a sub-agent's has"
@@ -185,26 +256,6 @@ class PathIndex:
         )
 
 
-def reclassify_roles(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """The turns with the roles that only the whole session shows: a side call that came first is recognised
-    too.
-
-    A title may be requested before the conversation it names, and is then recorded as main. The journal keeps
-    the role known at that time; code that builds, reports or publishes a session's turns calls this first.
-    """
-    if not any(turn.role == "main" and _has_tools(turn) for turn in turns):
-        return tuple(turns)
-    return tuple(
-        evolve(turn, role="auxiliary") if turn.role == "main" and not _has_tools(turn) else turn
-        for turn in turns
-    )
-
-
-def _has_tools(turn: Turn) -> bool:
-    _, _, after_agent = turn.before_key.partition(".")
-    return after_agent.partition(".")[0] not in ("", NONE)
-
-
 def holds_summary(messages: tuple[Message, ...]) -> bool:
     """Whether a history begins again from a summary of itself."""
     return any(
@@ -214,11 +265,10 @@ def holds_summary(messages: tuple[Message, ...]) -> bool:
 
 def _sign(messages: tuple[Message, ...]) -> _Sign | None:
     """The sign of a side call in a request, if there is one."""
-    system_texts = [message.text.lstrip() for message in messages[:1] if message.role == "system"]
-    ends = [message.text.lstrip() for message in messages[-1:] if message.role == "user"]
-    starts = {"system": system_texts, "user": ends}
+    system = next((message.text.lstrip() for message in messages[:1] if message.role == "system"), "")
+    user = next((message.text.lstrip() for message in messages[-1:] if message.role == "user"), "")
     return next(
-        (sign for sign in _SIGNS if any(text.startswith(sign.begins) for text in starts[sign.place])), None
+        (sign for sign in _SIGNS if system.startswith(sign.systems) and user.startswith(sign.user)), None
     )
 
 

@@ -29,7 +29,6 @@ from polarnode.core.trajectory import (
 from polarnode.merge.builders import build
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.invariants import check, check_lengths
-from polarnode.merge.roles import reclassify_roles
 from polarnode.merge.selection import INHERITED, read_settings
 
 
@@ -92,15 +91,11 @@ def assemble(
     """The trajectory of one session. `damaged` names what is missing of it: turns that extend a missing one
     are kept, and left out of the traces. A builder that fails or a violated invariant costs the traces, not
     the record.
-
-    Its turns have the roles that the whole session shows. Turns in the journal have the roles known when they
-    were recorded, and are classified again when they are read.
     """
     if damaged:
         rooted = _rooted(turns)
         whole = assemble(identity, spec, rooted, result, allowed_imports=allowed_imports)
         return without_damaged(whole, turns, damaged)
-    turns = reclassify_roles(turns)
     whose = InvariantViolated if spec.builder.import_path is None else Refused
     try:
         with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):

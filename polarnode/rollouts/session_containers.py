@@ -27,7 +27,6 @@ from polarnode.core.ports import Clock, Ended, Judge, Runtime
 from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, stderr_tail
-from polarnode.merge.roles import reclassify_roles
 from polarnode.rollouts.run_clock import HELD_MOST_S
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.support.concurrency import PrioritySemaphore
@@ -68,16 +67,14 @@ def finished(
     turns: tuple[Turn, ...],
     spec: TaskSpec,
 ) -> Finished:
-    """The session as its evaluator sees it. `work` is the harness's runtime; the roles of turns are judged
-    over the whole session.
-    """
+    """The session as its evaluator sees it. `work` is the harness's runtime."""
     return Finished(
         runtime=runtime,
         left=work,
         clock=clock,
         judge=judge,
         outcome=outcome,
-        turns=reclassify_roles(turns),
+        turns=turns,
         instruction=spec.instruction,
         config=spec.evaluator.config,
         metadata=spec.metadata,

@@ -20,7 +20,7 @@ from typing import Final, get_args
 import trio
 from attrs import define, field, fields, frozen
 
-from polarnode.core.trajectory import Outcome, Status, Trajectory, Turn, TurnRole
+from polarnode.core.trajectory import Outcome, Status, Trajectory, Turn, TurnRole, left_out_by_reason
 from polarnode.groups.group import EARLY_STOP, STALE, Member
 from polarnode.merge import figures
 from polarnode.merge.turn_kinds import REASONS
@@ -232,9 +232,8 @@ class NodeCounters:
         self.ready_s.note(timing.ready_s)
         self.traces += len(trajectory.traces)
         self.trainable_tokens += trajectory.trainable_tokens
-        sampled = {turn.index: len(turn.sampled) for turn in trajectory.turns}
-        own = (left for left in trajectory.left_out if left.turn >= trajectory.inherited)
-        for left in own:
-            reason = left.reason if left.reason in LEFT_OUT else OTHER
-            self.left_out_turns[reason] += 1
-            self.left_out_tokens[reason] += sampled.get(left.turn, 0)
+        turns, tokens = left_out_by_reason(trajectory)
+        for reason in turns:
+            known = reason if reason in LEFT_OUT else OTHER
+            self.left_out_turns[known] += turns[reason]
+            self.left_out_tokens[known] += tokens[reason]

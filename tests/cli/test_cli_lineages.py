@@ -62,9 +62,24 @@ def test_one_sessions_figures_are_said_in_words() -> None:
     assert "left out" not in said
 
 
+def test_what_is_left_out_by_reason() -> None:
+    figures = {**(figures_of(codec.trajectory_json(trajectory())) or {})}
+    said = text_of(
+        lineage_text({**figures, "left_out": {"auxiliary": 2}, "left_out_tokens": {"auxiliary": 9}})
+    )
+    assert "left out: auxiliary 2" in said
+    assert "left out tokens: auxiliary 9" in said
+
+
 def test_notes_of_lineages_are_shown_with_their_turn() -> None:
-    rows = [{"index": 4, "notes": ["edited: a\x1b[31mb", "ignored: $.user"]}, {"index": 5}]
-    assert [line.plain for line in lineage_notes(rows)] == ["turn 4: edited: a␛[31mb"]
+    rows = [
+        {"index": 4, "notes": ["edited: a\x1b[31mb", "ignored: $.user", "side call: x asks"]},
+        {"index": 5},
+    ]
+    assert [line.plain for line in lineage_notes(rows)] == [
+        "turn 4: edited: a␛[31mb",
+        "turn 4: side call: x asks",
+    ]
 
 
 def test_many_sessions_are_a_table_and_their_sums() -> None:

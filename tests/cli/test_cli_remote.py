@@ -15,7 +15,8 @@ from sources_kit import DATA, task
 from polarnode.cli import remote, watching
 from polarnode.cli.main import main as command
 from polarnode.client import Event
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import LeftOut, Trajectory
+from polarnode.merge.figures import lineage_figures
 
 TASK = 'instruction = "Do it."\nnum_samples = 3\nharness = { name = "pi" }\n'
 
@@ -109,6 +110,20 @@ async def test_watching_a_task_ends_with_it(tmp_path: Path) -> None:
         ),
         "task t is done: 2 completed",
     ]
+
+
+async def test_watch_says_what_is_not_trained(tmp_path: Path) -> None:
+    async with open_plane(tmp_path / "journal") as plane:
+        await plane.service.submit(make_spec(task_id="t"), idempotency_key=None)
+        (found,) = of_task("t", 1.0)
+        left_out = (LeftOut(turn=0, reason="auxiliary"), LeftOut(turn=1, reason="auxiliary"))
+        figures = lineage_figures(found.turns, left_out, thinking="keep")
+        await publish(plane, evolve(found, left_out=left_out, metrics={"lineage": figures}))
+        lines = (await invoke(plane, "watch", "--task", "t")).output.splitlines()
+        raw = json.loads((await invoke(plane, "watch", "--task", "t", "--json")).output.splitlines()[0])
+    tokens = sum(len(turn.sampled) for turn in found.turns)
+    assert lines[0].endswith(f"trainable 3, left out: auxiliary {tokens}")
+    assert raw["left_out_tokens"] == {"auxiliary": tokens}
 
 
 async def test_a_consumer_sees_each_event_once(tmp_path: Path) -> None:

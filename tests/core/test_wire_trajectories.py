@@ -20,7 +20,7 @@ from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.codec import dump_json, read_json
 from polarnode.core.codec.arrays import encoder, read_floats, read_ids
 from polarnode.core.codec.packing import pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
-from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
+from polarnode.core.codec.trajectories import read_trajectory, trajectory_json, turns_json
 from polarnode.core.conversation import Answer, Json, Message, Sampling, TextPart, Usage
 from polarnode.core.errors import JournalError, Refused
 from polarnode.core.trajectory import (
@@ -189,6 +189,16 @@ def test_a_turn_goes_round_bit_for_bit(found: Turn) -> None:
     again = unpack_turn(pack_turn(found))
     assert again.logprobs.tobytes() == found.logprobs.tobytes()
     assert attrs.evolve(again, logprobs=floats()) == attrs.evolve(found, logprobs=floats())
+
+
+def test_no_turn_has_two_roles() -> None:
+    """Earlier nodes left out as auxiliary what they had recorded as main."""
+    session = (turn(0, None, [1], [2]), turn(1, 0, [3], [4]))
+    packed = pack_trajectory(trajectory(*session, left_out=(LeftOut(turn=0, reason="auxiliary"),)))
+    found = unpack_trajectory(packed, session)
+    assert [each.role for each in found.turns] == ["auxiliary", "main"]
+    listed = turns_json(session, left_out=found.left_out)
+    assert [(row["role"], row["left_out"]) for row in listed] == [("auxiliary", "auxiliary"), ("main", None)]
 
 
 def test_a_trace_that_its_turns_tell_costs_no_tokens() -> None:

@@ -131,7 +131,7 @@ def test_a_title_before_the_conversation_is_a_side_call(client: Client) -> None:
 def test_a_compaction_starts_a_lineage_and_the_call_for_it_is_a_side_call(client: Client) -> None:
     lines = played(compacted(client))
     assert kinds(lines) == {"root": 3, "extend": 14}
-    assert [line.role for line in lines] == [*["main"] * 8, "auxiliary", *["main"] * 8]
+    assert [line.role for line in lines] == [*["main"] * 8, "compaction", *["main"] * 8]
     assert total(lines).main_lineages == 2
 
 

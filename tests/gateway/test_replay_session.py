@@ -65,7 +65,8 @@ def test_the_same_body_again_is_a_retry_in_its_place() -> None:
 
 
 def test_a_title_that_comes_first_is_a_side_call() -> None:
-    title, main = played(ask(HELLO, tools=False), ask(HELLO))
+    asks = {"role": "system", "content": "You are a title generator. You output ONLY a thread title."}
+    title, main = played(ask(asks, HELLO, tools=False), ask(HELLO))
     assert (title.role, main.role) == ("auxiliary", "main")
     assert total([title, main]).main_lineages == 1
 

@@ -161,10 +161,13 @@ class Told:
 
     env: Mapping[str, str]
 
-    def chat(self, text: str = "hi") -> str:
+    def chat(self, text: str = "hi", system: str = "", **more: Any) -> str:
+        head: list[Any] = [{"role": "system", "content": system}] if system else []
         with self._made(openai.OpenAI) as client:
             return (
-                client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+                client.chat.completions.create(
+                    model="m", messages=[*head, {"role": "user", "content": text}], **more
+                )
                 .choices[0]
                 .message.content
                 or ""

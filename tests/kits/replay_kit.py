@@ -326,16 +326,20 @@ def probes() -> list[Recording]:
 
 
 def titled(client: Client) -> list[Recording]:
-    """A title is asked for first, without tools."""
-    title = evolve(client, tools=()).ask([system(prose(3)), user(prose(4)), user(prose(2))])
+    """A title is asked for first, without tools and in opencode's words."""
+    asks = system(f"You are a title generator. You output ONLY a thread title. {prose(3)}")
+    title = evolve(client, tools=()).ask([asks, user(prose(4)), user(prose(2))])
     return [title, *linear(client)]
 
 
 def compacted(client: Client) -> list[Recording]:
-    """After some turns a summary is asked for without tools, and the history begins again from it."""
+    """After some turns a summary is asked for without tools, in Qwen Code's words, and the history begins again
+    from it.
+    """
     bare = evolve(client, tools=())
     before = linear(client, 8)
-    summary = bare.ask([*HEAD, *steps(7, 0, 7), user(prose(5))])
+    asks = "First, reason in your <analysis> block. Then, produce the <state_snapshot> XML."
+    summary = bare.ask([*HEAD, *steps(7, 0, 7), user(asks)])
     after = [client.ask(talk) for talk in turns_of([HEAD[0], user(prose(6)), *steps(8, 0, 7)])]
     return [*before, summary, *after]
 

@@ -11,7 +11,6 @@ from polarnode.core.conversation import Json, ToolCall
 from polarnode.core.ports import Runtime
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished
-from polarnode.merge.roles import reclassify_roles
 from polarnode.rollouts.evaluation import NodeClock
 
 Quiet = TypeVar("Quiet", bound=MemoryRuntime)
@@ -31,7 +30,11 @@ def with_helper() -> tuple[Turn, ...]:
     """Two turns of the main agent, one of another that it did not start, and a title nobody trains."""
     made = toys.Session()
     made.say(
-        toys.ask(toys.system("You are a title generator. You output ONLY"), toys.user("x"), tools=()),
+        toys.ask(
+            toys.system("You are a title generator. You output ONLY a thread title."),
+            toys.user("x"),
+            tools=(),
+        ),
         "a title",
     )
     _, message = made.say(toys.ask(toys.system(), toys.user("fix the bug")), "looking")
@@ -39,7 +42,7 @@ def with_helper() -> tuple[Turn, ...]:
         toys.ask(toys.system("search well"), toys.user("find the word kiwi in all files here")), "found it"
     )
     made.say(toys.ask(toys.system(), toys.user("fix the bug"), message, toys.user("go on")), "fixed")
-    return reclassify_roles(made.turns)
+    return made.turns
 
 
 def edited(turns: tuple[Turn, ...], index: int, **answer: Any) -> tuple[Turn, ...]:

@@ -62,7 +62,6 @@ def test_a_real_model_answers_an_agent_of_ones_own_and_every_token_is_kept(node:
         == first["usage"]["completion_tokens"]
         == len(found.turns[0].sampled)
     )
-    # a lone question without tools is taken for an auxiliary one
-    left_out = sum(len(found.turns[each.turn].sampled) for each in found.left_out)
-    assert found.trainable_tokens == found.sampled_tokens - left_out > 0
+    assert (found.left_out, ended["left_out"], ended["left_out_tokens"]) == ((), {}, {})
+    assert found.trainable_tokens == found.sampled_tokens > 0
     assert all(value <= 0 for turn in found.turns for value in turn.logprobs)

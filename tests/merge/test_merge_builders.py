@@ -267,7 +267,9 @@ def test_complete_twins_each_stay() -> None:
 
 def side_calls() -> Session:
     session, messages = grown(1)
-    session.say(ask(system("title"), user(), tools=()), "A title")
+    session.say(
+        ask(system("You are a title generator. You output ONLY a thread title."), user(), tools=()), "A title"
+    )
     session.say(ask(*messages, user("You are performing a CONTEXT CHECKPOINT COMPACTION now")), "the summary")
     return session
 
@@ -306,8 +308,9 @@ def test_a_task_says_which_roles_are_trained(
 def test_a_side_call_that_a_trained_turn_extends_is_context() -> None:
     session = Session()
     session.say(ask(system(), user()), "x")
-    _, title = session.say(ask(system("plan"), user(), tools=()), "a plan")
-    turn, _ = session.say(ask(system("plan"), user(), title, user("now do"), tools=()), "done")
+    head = system("You are a title generator. You output ONLY a thread title.")
+    _, title = session.say(ask(head, user(), tools=()), "a plan")
+    turn, _ = session.say(ask(head, user(), title, user("now do"), tools=()), "done")
     turns = [evolve(one, role="main") if one.index == turn.index else one for one in session.turns]
     built = prefix_merging(turns, {})
     assert rows(built) == [[0], [1, 2]]

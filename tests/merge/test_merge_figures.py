@@ -16,7 +16,10 @@ def played() -> Session:
     results = told(one.calls[0], "a.txt")
     session.say(ask(system(), user(), one, results), "done")
     session.say(ask(system(), user(), one, told(one.calls[0], "b.txt")), "other")
-    session.say(ask(system("title"), user("x"), tools=()), "A title")
+    session.say(
+        ask(system("You are a title generator. You output ONLY a thread title."), user("x"), tools=()),
+        "A title",
+    )
     session.say(ask(system(), user("y")), "", state="failed")
     return session
 

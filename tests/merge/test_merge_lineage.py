@@ -260,9 +260,10 @@ def test_agents_are_told_apart_by_hints() -> None:
 
 def test_a_title_call_is_a_side_call() -> None:
     session, _, _ = started()
-    title, _ = session.say(ask(system("give a title"), user(), tools=()), "A title")
+    asks = system("You are a title generator. You output ONLY a thread title.")
+    title, _ = session.say(ask(asks, user(), tools=()), "A title")
     assert (title.role, title.reason) == ("auxiliary", "tools")
-    assert any("no tools" in note for note in title.notes)
+    assert "side call: opencode asks for a title" in title.notes
 
 
 def test_a_call_for_a_summary_extends_and_is_marked() -> None:

@@ -4,11 +4,13 @@ import json
 
 import pytest
 from attrs import evolve
-from merge_toys import BASH, Session, ask, system, told, user
+from merge_toys import Session, ask, system, told, user
 
 from polarnode.core.conversation import Answer, Message, ToolCall
+from polarnode.merge.builders import prefix_merging
+from polarnode.merge.figures import SIDE_CALL, word_of
 from polarnode.merge.fingerprint import NONE, Path
-from polarnode.merge.roles import PathIndex, holds_summary, reclassify_roles
+from polarnode.merge.roles import PathIndex, holds_summary
 
 MAIN = Path(agent=NONE, tools="t1", thinking="d", system="s1", opening="o1", key="k1")
 CODEX_ASKS = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary."
@@ -55,17 +57,17 @@ def test_another_agent_is_a_subagent() -> None:
     assert heads(evolve(MAIN, agent="a1")).classify(MAIN, (user(),)).role == "subagent"
 
 
-def test_a_call_without_tools_is_a_side_call_once_the_main_agent_has_some() -> None:
+def test_an_agent_without_tools_is_an_agent() -> None:
     bare = evolve(MAIN, tools=NONE)
-    assert heads(MAIN).classify(bare, (user(),)).role == "auxiliary"
-    assert heads().classify(bare, (user(),)).role == "main"
-    assert heads(bare).classify(bare, (user(),)).role == "main"
-
-
-def test_the_tools_of_a_subagent_say_nothing_about_main() -> None:
-    made = heads(evolve(MAIN, tools=NONE))
+    assert heads(MAIN).classify(bare, (user(),)).role == "main"
+    assert (
+        heads(MAIN).classify(evolve(bare, system="s2"), (system("You are the critic."), user())).role
+        == "main"
+    )
+    assert heads(bare).classify(MAIN, (user(),)).role == "main"
+    made = heads(bare)
     made.note(evolve(MAIN, agent="a1"), "subagent")
-    assert made.classify(evolve(MAIN, tools=NONE), (user(),)).role == "main"
+    assert made.classify(bare, (user(),)).role == "main"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,10 @@ def test_the_tools_of_a_subagent_say_nothing_about_main() -> None:
     [
         (system(), user(), user(CODEX_ASKS)),
         (system(), user(), user("\n" + CLAUDE_ASKS)),
-        (system("You are a context summarization assistant. Read"), user("long history")),
+        (
+            system("You are a context summarization assistant. Your task is to read a conversation between"),
+            user("long history"),
+        ),
     ],
 )
 def test_a_call_for_a_summary_is_a_compaction(messages: tuple[Message, ...]) -> None:
@@ -99,43 +104,129 @@ def test_only_a_user_tells_a_summary() -> None:
     assert not holds_summary((system(CLAUDE_TELLS), told("c", CLAUDE_TELLS)))
 
 
+CLAUDE = "You are Claude Code, Anthropic's official CLI for Claude.\n"
+SDK = "You are a Claude agent, built on Anthropic's Claude Agent SDK.\n"
+# How the side calls of harnesses begin, in the words of their own code.
+SIDE_CALLS = [
+    ("compaction", "", CODEX_ASKS),
+    ("auxiliary", "", "Analyze this rollout and produce JSON with `raw_memory`, `rollout_summary`, and"),
+    ("compaction", "be good", CLAUDE_ASKS),
+    ("compaction", f"{SDK}You are a helpful AI assistant tasked with summarizing conversations.", "go"),
+    ("auxiliary", f"{CLAUDE}You are naming a coding session so the user can pick it out of a long list", "x"),
+    ("auxiliary", f"{SDK}You are evaluating a stop-condition hook in Claude Code. Read the", "x"),
+    ("auxiliary", CLAUDE, "\nWeb page content:\n---\n# A page"),
+    (
+        "auxiliary",
+        f"{CLAUDE}many rules",
+        "[SUGGESTION MODE: Suggest what the user might naturally type next into",
+    ),
+    (
+        "auxiliary",
+        f"{CLAUDE}many rules",
+        "The user stepped away and is coming back. Recap in under 40 words, 1-2",
+    ),
+    (
+        "compaction",
+        "You are a context summarization assistant. Your task is to read a conversation between a user and an",
+        "<conversation>",
+    ),
+    (
+        "auxiliary",
+        "x",
+        "Based on this conversation, generate a short 1-2 word filename slug (lowercase, hyphen-",
+    ),
+    (
+        "compaction",
+        "\nYou are a specialized system component responsible for distilling chat history into a structured",
+        "Generate a new <state_snapshot> based on the provided history.\n\nFirst, reason in your scratchpad.",
+    ),
+    (
+        "compaction",
+        "x",
+        "A previous <state_snapshot> exists in the history. You MUST integrate all still-relevant",
+    ),
+    (
+        "auxiliary",
+        "\nYou are a specialized Task Routing AI. Your sole function is to analyze the user's",
+        "x",
+    ),
+    (
+        "auxiliary",
+        "x",
+        "Analyze *only* the content and structure of your immediately preceding response (your",
+    ),
+    (
+        "compaction",
+        "You are the component that summarizes internal chat history into a given structure.",
+        "x",
+    ),
+    (
+        "compaction",
+        "\nYou are the component that summarizes a conversation when its context window is about to overflow.",
+        "x",
+    ),
+    ("compaction", "x", "First, reason in your <analysis> block. Then, produce the <state_snapshot> XML."),
+    (
+        "auxiliary",
+        "Generate a concise, sentence-case title (3-7 words) that captures what this programming-assistant",
+        "Conversation so far:",
+    ),
+    ("auxiliary", "You generate session recaps for a programming assistant CLI.", "x"),
+    ("compaction", "You are maintaining a context-aware state summary for an interactive agent.", "<EVENT>"),
+    (
+        "auxiliary",
+        "You are a helpful assistant that generates concise, descriptive titles for conversations with OpenHands.",
+        "x",
+    ),
+    ("auxiliary", "You are a title generator. You output ONLY a thread title. Nothing else.", "x"),
+    (
+        "compaction",
+        "You are a context summarization agent. You are given a conversation between a user and an agent.",
+        "Here is the conversation so far:",
+    ),
+    ("compaction", "x", "Provide a detailed prompt for continuing our conversation above. Focus on"),
+    (
+        "auxiliary",
+        "Generate a short, descriptive title (3-7 words) for a conversation that starts with the following",
+        "User: x",
+    ),
+    ("compaction", "", "You are a summarization agent creating a context checkpoint. Treat the conversation"),
+    (
+        "auxiliary",
+        "You will generate a short title based on the first message a user begins a conversation",
+        "x",
+    ),
+]
+
+
+@pytest.mark.parametrize(("role", "told", "asked"), SIDE_CALLS)
+def test_side_calls_of_known_harnesses(role: str, told: str, asked: str) -> None:
+    messages = (*([system(told)] if told else []), user("do it"), user(asked))
+    for made in (heads(MAIN), heads()):
+        found = made.classify(MAIN, messages)
+        assert found.role == role
+        assert found.note is not None
+        assert word_of(found.note) == SIDE_CALL
+
+
 @pytest.mark.parametrize(
-    ("role", "messages"),
+    ("told", "asked"),
     [
+        ("You are the planner.", "Sort a list."),
+        ("You are a helpful AI assistant tasked with summarizing conversations.", "Summarize the meeting."),
+        ("You are naming a coding session so the user can pick it out of a long list", "x"),
+        ("You are a security monitor for autonomous AI coding agents.", "Judge this call."),
+        ("You are a title editor.", "Write a title for this conversation."),
+        ("You are a summarizer.", "Please summarize the conversation above in 50 words."),
+        (f"{CLAUDE}You are evaluating answers of students.", "Web page: a"),
         (
-            "compaction",
-            (
-                system("You are the component that summarizes internal chat history into a given structure."),
-                user(),
-            ),
-        ),
-        (
-            "compaction",
-            (user(), user("First, reason in your scratchpad. Then, generate the <state_snapshot>.")),
-        ),
-        (
-            "compaction",
-            (user("You are maintaining a context-aware state summary for an interactive agent."),),
-        ),
-        (
-            "compaction",
-            (system(), user("Provide a detailed prompt for continuing our conversation above. Focus")),
-        ),
-        (
-            "auxiliary",
-            (system("You are a title generator. You output ONLY a thread title. Nothing else."), user()),
-        ),
-        ("auxiliary", (system("You will generate a short title based on the first message"), user())),
-        ("auxiliary", (system("\nYou are a specialized Task Routing AI. Your sole function"), user())),
-        (
-            "auxiliary",
-            (user(), user("Analyze *only* the content and structure of your immediately preceding response")),
+            f"You judge agents.\n{CLAUDE}",
+            "[SUGGESTION MODE: Suggest what the user might naturally type next into",
         ),
     ],
 )
-def test_a_side_call_is_known_by_how_it_begins(role: str, messages: tuple[Message, ...]) -> None:
-    assert heads(MAIN).classify(MAIN, messages).role == role
-    assert heads().classify(MAIN, messages).role == role
+def test_an_agent_that_only_sounds_like_one(told: str, asked: str) -> None:
+    assert heads(MAIN).classify(evolve(MAIN, tools=NONE), (system(told), user(asked))).role == "main"
 
 
 @pytest.mark.parametrize("kind", ["main", "subagent", "auxiliary", "compaction"])
@@ -208,14 +299,17 @@ def test_arguments_that_are_no_json_or_have_no_end_are_no_task() -> None:
     assert made.classify(evolve(MAIN, system="s2"), (user("[" * 100),)).role == "main"
 
 
-# ── what only the whole session tells ─────────────────────────────────────────
+# ── crews ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_side_call_that_came_first_is_cast_again() -> None:
+def test_a_crew_is_trained_whole() -> None:
     session = Session()
-    title, _ = session.say(ask(system("name it"), user(), tools=()), "a title")
-    main, _ = session.say(ask(system(), user(), tools=(BASH,)), "hello")
-    assert [turn.role for turn in session.turns] == ["main", "main"]
-    assert [turn.role for turn in reclassify_roles(session.turns)] == ["auxiliary", "main"]
-    assert reclassify_roles((title,)) == (title,)
-    assert reclassify_roles((main,)) == (main,)
+    planner = system("You are the planner."), user("Sort a list.")
+    _, plan = session.say(ask(*planner, tools=()), "First look, then sort.")
+    coder = system("You are the coder."), user("Plan: First look, then sort.")
+    _, look = session.say(ask(*coder), "", [("bash", '{"command": "ls"}')])
+    session.say(ask(*coder, look, told(look.calls[0], "a b")), "sorted")
+    session.say(ask(*planner, plan, user("The coder is done. Next?"), tools=()), "Nothing.")
+    session.say(ask(system("You are the critic."), user("Judge: sorted"), tools=()), "Good.")
+    assert {turn.role for turn in session.turns} <= {"main", "subagent"}
+    assert prefix_merging(session.turns, {}).left_out == ()

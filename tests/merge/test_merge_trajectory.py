@@ -238,7 +238,8 @@ def test_the_record_alone(outcome: Outcome, reason: str) -> None:
 
 def test_a_side_call_that_came_before_the_conversation_is_left_out() -> None:
     made = toys.Session()
-    made.say(toys.ask(toys.system("name it"), toys.user(), tools=()), "a title")
+    asks = toys.system("You are a title generator. You output ONLY a thread title.")
+    made.say(toys.ask(asks, toys.user(), tools=()), "a title")
     made.say(toys.ask(toys.system(), toys.user()), "an answer")
     found = assemble(WHO, task(), made.turns, Result(outcome=DONE))
     assert [turn.role for turn in found.turns] == ["auxiliary", "main"]

@@ -218,6 +218,27 @@ async def test_the_first_word_stands_and_the_answer_is_the_same_ever_after(tmp_p
         assert len(await desk.events()) == 3
 
 
+async def test_crew_and_title(tmp_path: Path) -> None:
+    """Every agent of a crew is trained, with tools or without; the answer says what was not, and why."""
+    async with open_desk(tmp_path, engine()) as desk:
+        opened = await desk.open()
+        told = Told(opened["env"])
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+        await in_thread(partial(told.chat, "Plan it.", system="You are the planner."))
+        await in_thread(partial(told.chat, "Do it.", system="You are the coder.", tools=tools))
+        await in_thread(partial(told.chat, "Judge it.", system="You are the critic."))
+        await in_thread(
+            partial(told.chat, system="You are a title generator. You output ONLY a thread title.")
+        )
+        ended = await desk.end(opened["session_id"], reward=1)
+        found = await desk.journal.trajectory(opened["session_id"])
+    assert found is not None
+    assert [turn.role for turn in found.turns] == ["main", "main", "main", "auxiliary"]
+    title = len(found.turns[3].sampled)
+    assert (ended["left_out"], ended["left_out_tokens"]) == ({"auxiliary": 1}, {"auxiliary": title})
+    assert ended["sampled_tokens"] == ended["trainable_tokens"] + title
+
+
 async def test_two_ends_at_once_are_one(desk: Desk) -> None:
     opened = await desk.open()
     ends: list[Any] = []

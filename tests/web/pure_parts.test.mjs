@@ -249,3 +249,8 @@ test("a series breaks where there is no value and where nothing was sampled", ()
   assert.deepEqual(series([], [], 10), { lines: [], most: 0, last: null });
   assert.deepEqual(series([0, 10], [0, 0], 10).lines, [[{ x: 0, y: 1 }, { x: 1, y: 1 }]]);
 });
+
+test("what is left out is said by reason", () => {
+  assert.equal(format.leftOut({ left_out: { auxiliary: 1, length: 2 }, left_out_tokens: { auxiliary: 12, length: 1500 } }), "auxiliary 12 in 1 turn, length 1,500 in 2 turns");
+  for (const figures of [undefined, {}, { left_out: {} }]) assert.equal(format.leftOut(figures), "");
+});

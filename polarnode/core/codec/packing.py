@@ -32,6 +32,7 @@ from polarnode.core.trajectory import (
     sequence,
     top_of_turns,
     trained_of,
+    with_published_roles,
     without_damaged,
 )
 
@@ -74,6 +75,8 @@ def unpack_trajectory(
     ]
     made = {"traces": tuple(trace for trace in kept if trace is not None), "turns": tuple(turns)}
     trajectory: Trajectory = _read(Trajectory, found, made)
+    turns = with_published_roles(turns, trajectory.left_out)
+    trajectory = attrs.evolve(trajectory, turns=turns)
     if not damaged:
         return trajectory
     lost = (

@@ -54,8 +54,10 @@ from polarnode.core.trajectory import (
     Trace,
     Trajectory,
     Turn,
+    left_out_by_reason,
     prompt_digests,
     weight_versions,
+    with_published_roles,
 )
 
 Turns = Literal["table", "full"]
@@ -162,7 +164,7 @@ def turns_json(
     digests = prompt_digests(turns)
     reasons = {each.turn: each.reason for each in left_out}
     rows: list[Json] = []
-    for turn in turns:
+    for turn in with_published_roles(turns, left_out):
         row = {
             **write.fields(turn, ROW_HEAD),
             "sampled_length": len(turn.sampled),
@@ -173,6 +175,25 @@ def turns_json(
         }
         rows.append(row if arrays is None else row | write.fields(turn, FULL_ROW))
     return rows
+
+
+def ended_json(found: Trajectory) -> dict[str, Json]:
+    """How a session ended, without its tokens."""
+    turns, tokens = left_out_by_reason(found)
+    return {
+        "session_id": found.session_id,
+        "task_id": found.task_id,
+        "group_id": found.group_id,
+        "sample_index": found.sample_index,
+        "outcome": _WRITERS["json"](found.outcome),
+        "reward": found.reward,
+        "turns": len(found.turns),
+        "traces": len(found.traces),
+        "sampled_tokens": found.sampled_tokens,
+        "trainable_tokens": found.trainable_tokens,
+        "left_out": dict(turns),
+        "left_out_tokens": dict(tokens),
+    }
 
 
 # ── reading ───────────────────────────────────────────────────────────────────

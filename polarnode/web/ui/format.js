@@ -16,6 +16,12 @@ export function count(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US");
 }
 
+/** The sampled tokens that no row trains, by reason; empty where all are trained. @param {any} figures */
+export function leftOut(figures) {
+  const reasons = Object.entries(figures?.left_out ?? {});
+  return reasons.map(([reason, turns]) => `${reason} ${count(figures.left_out_tokens?.[reason])} in ${turns} turn${turns === 1 ? "" : "s"}`).join(", ");
+}
+
 /** @param {number | null | undefined} value */
 export function reward(value) {
   return value === null || value === undefined ? "–" : trimmed(value, 3);

@@ -1,7 +1,7 @@
 /** The view of one session: its head, and tabs. */
 import { html } from "./vendor/htm-preact.js";
 import { Action } from "./action.js";
-import { clock, count, duration, reward } from "./format.js";
+import { clock, count, duration, leftOut, reward } from "./format.js";
 import { Facts, Panel, Plain, State, Table, Waiting } from "./parts.js";
 import { sessionLink, TABS } from "./route.js";
 import { Compare } from "./compare.js";
@@ -84,6 +84,7 @@ function Overview({ session, turns, trajectory }) {
           ["turns", count(turns.length)],
           ["sampled", count(session.sampled_tokens)],
           ["trained", trajectory && count(trajectory.metrics.trainable_tokens)],
+          ["left out", trajectory && leftOut(trajectory.metrics.lineage)],
           ["rows", trajectory && count(trajectory.metrics.traces)],
           ["staleness", trajectory?.staleness],
           ["weights", trajectory?.model.weight_versions.join(", ")],
