@@ -8,13 +8,19 @@ configuration.
 
 verl counts rollouts of a prompt by itself, so a sample is a task of one session with the prompt's uid as its
 group. A session that is not usable raises: that is verl's `failure` of a prompt, which never gets a reward.
+verl starts the sessions of a prompt in one event loop and trains on none before the last has ended
+(`_run_prompt` of verl/trainer/ppo/v1/agent_loop_tq.py), so each can wait here for the others: the only one
+that is left is masked, because verl would take its reward for its advantage.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from secrets import token_hex
 from typing import Any, Final
 
-from attrs import evolve
+import anyio
+from anyio.lowlevel import checkpoint
+from attrs import define, evolve, field
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.workers.rollout import base as rollouts
 from verl.workers.rollout.base import BaseRollout
@@ -34,10 +40,12 @@ from polarnode.integrations.rollout_tasks import (
     shared_rollouts,
     task_of,
 )
+from polarnode.integrations.verl_algorithms import NAME, check_algorithm, compares_samples, room_of
 from polarnode.trainers.rows import version_number
-from polarnode.trainers.verl import agent_loop_outputs
+from polarnode.trainers.verl import agent_loop_outputs, untrained
 
-NAME: Final = "polarnode"
+log = logging.getLogger(__name__)
+
 # The settings of the weights, beside those of the tasks (ENVIRONMENT): arguments of `push_tensors`, and the
 # `address` and `port` of a WeightsGroup.
 WEIGHTS: Final = ("folder", "transport", "mode", "address", "port")
@@ -87,6 +95,59 @@ def step_of(version: str) -> int:
 # ── the agent loop ────────────────────────────────────────────────────────────
 
 
+@define(eq=False)
+class _Siblings:
+    """The sessions of a prompt in this process: how many began, ended, and were usable."""
+
+    begun: int = 0
+    ended: int = 0
+    usable: int = 0
+    over: anyio.Event = field(factory=anyio.Event)
+
+    def end(self, *, usable: bool) -> None:
+        self.ended += 1
+        self.usable += usable
+        if self.ended == self.begun:
+            self.over.set()
+
+
+@define(eq=False)
+class _StepRows:
+    """The rows of the prompts of a step, as far as they were seen in this process."""
+
+    step: int = -1
+    prompts: set[str] = field(factory=set)
+    rows: int = 0
+    told: bool = False
+
+    def begin(self, step: int, uid: str) -> None:
+        if step > self.step:
+            self.step, self.prompts, self.rows, self.told = step, set(), 0, False
+        self.prompts.add(uid)
+
+    def count(self, step: int, rows: int, room: float) -> None:
+        """Warn once a step when its prompts have more rows than fit into its mini-batches."""
+        if step != self.step:
+            return
+        self.rows += rows
+        if self.rows > room * len(self.prompts) and not self.told:
+            self.told = True
+            log.warning(
+                "step %d: %d prompts of this process have %d rows so far, and actor.ppo_mini_batch_size x"
+                " rollout.n has room for %d of them: verl takes one more optimizer step on the rows that are"
+                " left over, however few. Raise actor.ppo_mini_batch_size to data.train_batch_size times the"
+                " most rows that a session has on average (docs/trainers/verl.md)",
+                step,
+                len(self.prompts),
+                self.rows,
+                int(room * len(self.prompts)),
+            )
+
+
+_PROMPTS: Final[dict[str, _Siblings]] = {}
+_ROWS: Final = _StepRows()
+
+
 @register(NAME)
 class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not installed beside the checks
     """One rollout of a prompt: a session of a harness on the node, as an AgentLoopOutput for each row."""
@@ -95,6 +156,8 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
         """`kwargs` has verl's own arguments and the keys of the entry of agent_loop_config_path."""
         own = {key: kwargs.pop(key) for key in (*ENVIRONMENT, *WEIGHTS) if key in kwargs}
         super().__init__(*args, **kwargs)
+        check_algorithm(self.config)
+        self.compares, self.room = compares_samples(self.config), room_of(self.config)
         self.settings, _ = settings_of(self.rollout_config, own)
         if _trains_adapter(self.config.actor_rollout_ref.get("model") or {}):
             template = {**self.settings.template, "adapter": self.settings.run}
@@ -109,17 +172,41 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
         """`kwargs`: the fields of the dataset's row and `uid`, `session_id`, `global_steps`. Raises
         SessionLost for a session that is not usable (docs/groups.md).
         """
+        # a sample without a uid is a prompt of its own
+        uid, step = str(kwargs.get("uid") or token_hex(8)), int(kwargs.get("global_steps", 0))
+        siblings = _PROMPTS.setdefault(uid, _Siblings())
+        siblings.begun += 1
+        _ROWS.begin(step, uid)
+        rows: list[dict[str, Any]] = []
+        try:
+            await checkpoint()  # verl has made the tasks of all siblings: let each of them begin
+            rows = await self._session(sampling_params, kwargs)
+        finally:
+            siblings.end(usable=bool(rows))
+            if siblings.over.is_set():
+                _PROMPTS.pop(uid, None)
+        if self.room is not None:
+            _ROWS.count(step, len(rows), self.room)
+        if self.compares:
+            await siblings.over.wait()
+            if siblings.begun > 1 and siblings.usable == 1:
+                log.warning("prompt %s: one session of %d is left, which is not trained", uid, siblings.begun)
+                rows = [fields | untrained(fields) for fields in rows]
+        return [AgentLoopOutput(**fields) for fields in rows]
+
+    async def _session(self, sampling_params: dict[str, Any], row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The rows of one session."""
         spec = task_of(
             self.settings,
-            kwargs,
-            group_id=None if kwargs.get("uid") is None else str(kwargs["uid"]),
+            row,
+            group_id=None if row.get("uid") is None else str(row["uid"]),
             sampling=_sampling(sampling_params),
         )
         group = await shared_rollouts(self.settings).group(spec)
         trajectory, [member] = only(group), group.members
         if not member.usable:
             raise SessionLost(f"session {trajectory.session_id} is not usable: {member.why}")
-        return [AgentLoopOutput(**fields) for fields in self._rows(trajectory, kwargs)]
+        return self._rows(trajectory, row)
 
     def _rows(self, trajectory: Trajectory, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         # a session of verl's sync trainer begins and ends under the weights of the step before

@@ -135,6 +135,13 @@ def sessions(source: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
     return source.usable
 
 
+def alone(group: Group) -> bool:
+    """Whether one session of several is left: nothing is there to compare it with, and a trainer that takes
+    a baseline of 0 for it would train its reward as it is.
+    """
+    return len(group.members) > 1 and len(group.usable) == 1
+
+
 def only_row(trajectory: Trajectory) -> TrainedRow:
     """The single row of a session, for formats with one per session. Refused if it has none or several."""
     found = rows_of(trajectory)

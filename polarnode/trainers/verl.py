@@ -28,6 +28,7 @@ from polarnode.trainers.rows import (
     Native,
     Number,
     TrainedRow,
+    alone,
     as_arrays,
     padded,
     predicted,
@@ -105,7 +106,7 @@ def transfer_group(
 ) -> dict[str, Any]:
     """A whole prompt: its own `key` and `tag` (`finished`, or `failure` if one of its sessions is unusable),
     and the `rows` of its sessions. Sessions of several tasks, which share sample indexes, are counted in
-    their order.
+    their order. The one usable session of several has nothing to be compared with: its tokens are masked.
     """
     used = sessions(group)
     lost = any(not member.usable for member in group.members) if isinstance(group, Group) else False
@@ -124,6 +125,9 @@ def transfer_group(
             arrays=arrays,
         )
     ]
+    if isinstance(group, Group) and alone(group):
+        for row in rows:
+            row["fields"] |= untrained(row["fields"])
     tag = {"is_prompt": True, "status": status, "global_steps": global_steps}
     return {"key": uid, "tag": tag, "rows": rows}
 
@@ -141,7 +145,7 @@ def data_proto(
     verl's own agent loop pads them.
 
     The lengths are those of the longest row unless given. A longer row is refused: a truncated row would
-    train on a sequence that was never sampled.
+    train on a sequence that was never sampled. The one usable session of several is masked.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
@@ -154,10 +158,23 @@ def data_proto(
     parts = [_padded(row, pad_token_id, *width) for row in rows]
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     batch = {name: numpy.stack([part[name] for part in parts]) for name in shared}
+    if isinstance(group, Group) and alone(group):
+        batch |= untrained(batch)
     found: dict[str, Any] = as_arrays(
         {"batch": batch, "non_tensor_batch": _beside(rows, number)}, arrays, TENSORS
     )
     return found
+
+
+def untrained(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The masks of a row, with nothing in them. V1 takes the reward of a session for its advantage where no
+    other session of the prompt is left (`compute_grpo_outcome_advantage`).
+    """
+    return {
+        name: [0] * len(fields[name]) if isinstance(fields[name], list) else fields[name] * 0
+        for name in ("response_mask", "loss_mask")
+        if name in fields
+    }
 
 
 # ── one row ───────────────────────────────────────────────────────────────────

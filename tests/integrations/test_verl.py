@@ -66,6 +66,10 @@ def test_steps_of_the_weights_are_whole_numbers(made: dict[str, Any]) -> None:
     assert "trainer_mode=colocate_async counts in them" in unknown["colocate_async"]
 
 
+def test_the_agent_loop_refuses_estimators_of_rows(made: dict[str, Any]) -> None:
+    assert "use grpo, which compares sessions" in made["refused"]
+
+
 def test_rank_0_sends_the_weights_and_every_rank_gathers_them(made: dict[str, Any]) -> None:
     said = made["weights"]
     [(version, names, settings)] = said["pushed"]

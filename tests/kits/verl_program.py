@@ -186,8 +186,8 @@ def agent_loop(plug: Any, config: Any) -> Any:
     )  # fmt: skip
 
 
-async def rollouts(plug: Any, queue: Queue, node: Node) -> list[str]:
-    """What verl's worker does with each sample of a prompt; the errors of those that raised."""
+def worker_of(queue: Queue) -> tuple[dict[str, Any], Any]:
+    """The postprocessing of verl's worker, and what it uses of the worker."""
     space = methods(
         V1 + "agent_loop_tq.py", "AgentLoopWorkerTQ", "_agent_loop_postprocess",
         torch=torch, tq=queue, list_of_dict_to_tensordict=lambda rows: rows,
@@ -204,6 +204,12 @@ async def rollouts(plug: Any, queue: Queue, node: Node) -> list[str]:
         _compute_multi_modal_inputs=lambda *_: {},
         _compute_position_ids=lambda _, attention, __: torch.cumsum(attention, 1) - 1,
     )  # fmt: skip
+    return space, worker
+
+
+async def rollouts(plug: Any, queue: Queue, node: Node) -> list[str]:
+    """What verl's worker does with each sample of a prompt; the errors of those that raised."""
+    space, worker = worker_of(queue)
     errors = []
     for place in range(len(node.sessions)):
         loop = agent_loop(plug, CONFIG)
@@ -250,13 +256,12 @@ def core() -> dict[str, Any]:
     )  # fmt: skip
 
 
-def trained(queue: Queue) -> dict[str, Any]:
-    """Each row's advantage, and where the gradient of the loss is."""
-    algos, keys = core(), list(queue.fields)
-    rows = list(queue.fields.values())
+def advantages(rows: dict[str, dict[str, Any]]) -> tuple[Any, Any]:
+    """V1's GRPO over these rows by key, and the mask of their trained tokens; both [rows, longest]."""
+    algos = core()
 
     def padded(name: str) -> Any:
-        return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows.values()], batch_first=True)
 
     def grpo(data: Batch, **_: Any) -> Batch:
         found = algos["compute_grpo_outcome_advantage"](
@@ -272,21 +277,28 @@ def trained(queue: Queue) -> dict[str, Any]:
     )
     data = Batch(
         {"token_level_rewards": padded("rm_scores"), "response_mask": padded("response_mask")},
-        np.array([row["uid"] for row in rows], dtype=object),
+        np.array([row["uid"] for row in rows.values()], dtype=object),
     )
-    together["compute_advantage_for_multi_trajectories"](data, keys, "grpo")
-    old, mask = padded("rollout_log_probs"), data.batch["response_mask"].bool()
+    together["compute_advantage_for_multi_trajectories"](data, list(rows), "grpo")
+    return data.batch["advantages"], data.batch["response_mask"].bool()
+
+
+def trained(queue: Queue) -> dict[str, Any]:
+    """Each row's advantage, and where the gradient of the loss is."""
+    found, mask = advantages(queue.fields)
+    rows = [row["rollout_log_probs"] for row in queue.fields.values()]
+    old = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     new = old.clone().requires_grad_(True)
     config = Plain(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={})
-    loss, _ = algos["compute_policy_loss_vanilla"](old, new, data.batch["advantages"], mask, config=config)
+    loss, _ = core()["compute_policy_loss_vanilla"](old, new, found, mask, config=config)
     loss.backward()
     return {
         "advantages": {
             key: sorted({round(each, 4) for each in row[kept].tolist()})
-            for key, row, kept in zip(keys, data.batch["advantages"], mask, strict=True)
+            for key, row, kept in zip(queue.fields, found, mask, strict=True)
         },
         "gradient": (new.grad != 0).int().tolist(),
-        "sampled": (mask & (data.batch["advantages"] != 0)).int().tolist(),
+        "sampled": (mask & (found != 0)).int().tolist(),
         # V1's metrics make integers of these
         "staleness": np.array([tag["min_global_steps"] for tag in queue.tags.values()], dtype=int).tolist(),
     }
@@ -372,8 +384,18 @@ def main() -> None:
         "trained": trained(queue),
         "weights": weights(plug),
         "unknown_versions": asyncio.run(unknown_versions(plug)),
+        "refused": asyncio.run(refused(plug)),
     }
     json.dump(said, sys.stdout)
+
+
+async def refused(plug: Any) -> str:
+    """What the agent loop says of an estimator that compares rows."""
+    try:
+        agent_loop(plug, Plain(CONFIG | {"algorithm": {"adv_estimator": "rloo"}}))
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 async def unknown_versions(plug: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ exec python3 -m verl.trainer.main_ppo \
   actor_rollout_ref.model.path="$model" \
   actor_rollout_ref.model.external_lib=polarnode.integrations.verl \
   actor_rollout_ref.actor.optim.lr=1e-6 \
-  actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 \
   actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \
   actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True \
