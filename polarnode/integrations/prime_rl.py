@@ -41,6 +41,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.integrations.rollout_tasks import (
+    WHOLE_GROUPS,
     SessionLost,
     plugin_settings,
     shared_rollouts,
@@ -56,15 +57,24 @@ log = logging.getLogger(__name__)
 
 REWARD: Final = "polarnode"  # the name of the node's reward among a trace's
 FINISHES: Final = frozenset({"stop", "length", "tool_calls"})  # verifiers knows no others
-# what verifiers calls a run that spent its turns or tokens; it logs these as truncated, and only the names it
-# knows: it has none for turns that repeat
-TRUNCATED: Final = {"turns": "max_turns", "repeats": "max_turns", "tokens": "max_total_tokens"}
+# What verifiers calls a run that a budget ended. Its `is_truncated` knows these names alone, and it has none
+# for time or for turns that repeat.
+TRUNCATED: Final = {
+    "turns": "max_turns",
+    "repeats": "max_turns",
+    "run": "max_turns",
+    "tokens": "max_total_tokens",
+}
 # of a sampling configuration in verifiers, what a node takes; its extras are vLLM's
 SAMPLING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
+# what prime-rl has in place of a task's settings of whole groups: a rollout is a task of its own here
+OWN_GROUPS: Final = dict.fromkeys(
+    WHOLE_GROUPS, "use the filters and the group_size of prime-rl's orchestrator, which has the groups"
+)
 PEFT: Final = "base_model.model."  # what PEFT's names of tensors begin with
 
 # ── tasks ─────────────────────────────────────────────────────────────────────
@@ -140,7 +150,7 @@ class PolarnodeHarness(Harness[PolarnodeHarnessConfig]):  # type: ignore[misc]
         """
         _, prompt = self.resolve_text_prompt(data)
         row = {"instruction": prompt, "polarnode": getattr(data, "polarnode", None)}
-        spec = task_of(self.settings, row, sampling=sampling_of(ctx.sampling))
+        spec = task_of(self.settings, row, sampling=sampling_of(ctx.sampling), instead=OWN_GROUPS)
         rollouts = shared_rollouts(self.settings)
         try:
             session = await rollouts.session(spec)
@@ -187,13 +197,14 @@ def fill(trace: Trace, trajectory: Trajectory, *, reward: bool) -> None:
         if isinstance(value, int | float):
             trace.record_metric(f"{REWARD}/{name}", value)
     outcome = trajectory.outcome
-    if outcome.clock in TRUNCATED:
+    if outcome.status == "timeout" and outcome.clock in TRUNCATED:
         trace.stop(TRUNCATED[outcome.clock])
     trace.info[REWARD] = {
         "session_id": trajectory.session_id,
         "task_id": trajectory.task_id,
         "status": outcome.status,
         "reason": outcome.reason,
+        "clock": outcome.clock,
         "staleness": trajectory.staleness,
         "forked_from": plain(trajectory.forked_from),
         "versions": [list(versions_of(row)) for row in trained_rows(trajectory)],

@@ -48,6 +48,10 @@ ENVIRONMENT: Final = {
 TASK_KEY: Final = "polarnode"
 EXTRA_COLUMNS: Final = ("extra_info", "metadata", "env_extras", "extra_env_info", "info")
 PROMPT_COLUMNS: Final = ("instruction", "prompt", "raw_prompt", "messages", "question", "problem")
+# Settings of a task's group that say something of several sessions together.
+WHOLE_GROUPS: Final = ("drop_uniform_reward", "early_stop_min", "min_usable")
+# what to do without them where a prompt has one sample
+NOTHING_TO_COMPARE: Final = dict.fromkeys(WHOLE_GROUPS, "let the trainer request several samples of a prompt")
 # seconds for the request that ends a task whose caller was cancelled: a trainer that stops should not hang
 CANCEL_S: Final = 10.0
 # requests of one NodeRollouts at once: a node has places for some hundred connections, and a trainer has
@@ -146,6 +150,8 @@ def task_of(
     task_id: str | None = None,
     group_id: str | None = None,
     sampling: Mapping[str, Json] | None = None,
+    instead: Mapping[str, str] | None = None,
+    evaluation: bool = False,
 ) -> TaskSpec:
     """The task of a dataset's row.
 
@@ -154,8 +160,12 @@ def task_of(
     user message of a chat. `sampling` is the trainer's and overrides both, and whatever a harness requests
     (`trained_sampling`). Without a `task_id` the task is new each time. Raises Refused naming the column or
     the field.
+
+    `instead`: where a trainer makes several tasks of the samples that it compares, what it has in place of
+    settings of whole groups, which are refused then. An `evaluation` wants every result and has none of them.
     """
     value = merged_over(settings.template, own_task(row))
+    _whole_groups(value, NOTHING_TO_COMPARE if instead is None and samples == 1 else instead, evaluation)
     if not value.get("instruction"):
         value["instruction"] = _prompt(row)
     value["sampling"] = trained_sampling(value.get("sampling"), sampling or {})
@@ -177,6 +187,29 @@ def task_of(
             path="$.group.fork",
         )
     return spec
+
+
+def _whole_groups(value: dict[str, Json], instead: Mapping[str, str] | None, evaluation: bool) -> None:
+    """Leave settings of whole groups out of an evaluation's task; refuse them where `instead` is given."""
+    group = value.get("group")
+    if not isinstance(group, dict):
+        return
+    if evaluation:
+        value["group"] = {name: each for name, each in group.items() if name not in WHOLE_GROUPS}
+    elif instead is not None:
+        check_whole_groups(group, instead)
+
+
+def check_whole_groups(group: Mapping[str, Json], instead: Mapping[str, str]) -> None:
+    """Raise Refused for a setting of whole groups where a sample is a task of its own."""
+    for name in WHOLE_GROUPS:
+        value = group.get(name)
+        if value is True or value not in (None, False, 1):
+            raise Refused(
+                f"group.{name} cannot do what it says: the trainer compares samples that are tasks of their"
+                f" own, and the node sees no group of them. Leave it out, and {instead[name]}",
+                path=f"$.group.{name}",
+            )
 
 
 def own_task(row: Mapping[str, Any]) -> dict[str, Json]:

@@ -37,12 +37,17 @@ from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
 from polarnode.groups import Group
 from polarnode.integrations.rollout_tasks import NodeRollouts, PluginSettings, plugin_settings, task_of
-from polarnode.trainers.rows import Absent
+from polarnode.trainers.rows import Absent, alone
 from polarnode.trainers.skyrl import generator_output
 
 OVERRIDE: Final = "trainer.override_entrypoint="
 # vLLM's sampling parameters that a node has; the others are of SkyRL's own engines
 SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+# settings of SkyRL's own generator, and what is used in their place
+UNUSED: Final[Mapping[str, str]] = {
+    "apply_overlong_filtering": "set polarnode.mask_truncated=true, which masks sessions that a budget ended",
+    "zero_reward_on_non_stop": "let the evaluator of the task score what a budget ended",
+}
 # SkyRL 0.3.0 takes lists of experts, and fails at arrays; what follows it takes arrays, and fails at lists.
 EXPERT_ARRAYS: Final = find_spec("skyrl.backends.skyrl_train.utils.routed_experts") is not None
 # A name of this launch: a version names one set of weights for ever, and a run that is started again makes
@@ -54,10 +59,15 @@ LAUNCH: Final = token_hex(3)
 
 
 class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is not installed in CI
-    """Runs each prompt's trajectories as a task of a node. `placeholder` is the token of a masked row."""
+    """Runs each prompt's trajectories as a task of a node. `placeholder` is the token of a masked row;
+    `mask_truncated` masks the rows that a budget or a limit ended, as SkyRL's overlong filtering does.
+    """
 
-    def __init__(self, settings: PluginSettings, *, step_wise: bool, placeholder: int) -> None:
+    def __init__(
+        self, settings: PluginSettings, *, step_wise: bool, placeholder: int, mask_truncated: bool = False
+    ) -> None:
         self.settings, self.step_wise, self.placeholder = settings, step_wise, placeholder
+        self.mask_truncated = mask_truncated
 
     async def generate(self, input_batch: Mapping[str, Any]) -> GeneratorOutput:
         """Rows in the order of the input. Raises what the node refuses; then SkyRL's step fails."""
@@ -71,11 +81,16 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
             places.setdefault(each.instance_id, []).append(place)
         async with NodeRollouts(self.settings) as rollouts:
             groups = await rollouts.groups([self._task(input_batch, each) for each in places.values()])
-        outputs = [
-            self._output(group, [(ids[place].instance_id, ids[place].repetition_id) for place in each])
-            for group, each in zip(groups, places.values(), strict=True)
-        ]
-        return _joined(outputs)
+        outputs = []
+        for group, each in zip(groups, places.values(), strict=True):
+            named = [(ids[place].instance_id, ids[place].repetition_id) for place in each]
+            lone = self.step_wise and not _evaluates(input_batch) and alone(group)
+            outputs.append(self._output(group, named, lone=lone))
+        found = _joined(outputs)
+        if self.mask_truncated:
+            pairs = zip(found["loss_masks"], found["stop_reasons"], strict=True)
+            found["loss_masks"] = [mask if stop == "stop" else [0] * len(mask) for mask, stop in pairs]
+        return found
 
     def _task(self, input_batch: Mapping[str, Any], places: list[int]) -> TaskSpec:
         first, extras = places[0], input_batch["env_extras"]
@@ -87,27 +102,41 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
             samples=len(places),
             group_id=str(input_batch["trajectory_ids"][first].instance_id),
             sampling={name: params[name] for name in SAMPLING if params.get(name) is not None},
+            evaluation=_evaluates(input_batch),
         )
 
-    def _output(self, group: Group, ids: list[tuple[str, int]]) -> dict[str, Any]:
+    def _output(self, group: Group, ids: list[tuple[str, int]], *, lone: bool) -> dict[str, Any]:
+        """`lone`: only one session is left to train. It gets a stand-in of its own reward beside it, because
+        SkyRL takes the reward of a trajectory without another for its advantage.
+        """
         usable = {each.session_id: each for each in group.usable}
-        kept = [
-            (usable[member.session_id], each)
-            for member, each in zip(group.members, ids, strict=True)
-            if member.session_id in usable
-        ]
-        if self.step_wise and kept:
+        members = list(zip(group.members, ids, strict=True))
+        kept = [(usable[member.session_id], each) for member, each in members if member.session_id in usable]
+        if self.step_wise and kept and not lone:
             return generator_output(
                 [session for session, _ in kept],
                 trajectory_ids=[each for _, each in kept],
                 absent=Absent(token_id=self.placeholder),
                 arrays="native",
             )
+        if lone:
+            other = next(each for each in members if each[0].session_id not in usable)
+            members = [each for each in members if each is other or each[0].session_id in usable]
+            group = evolve(group, members=tuple(member for member, _ in members))
         # a group of which nothing is usable keeps its place in the batch, masked as a whole
         absent = Absent(token_id=self.placeholder, reward=None if kept else 0.0)
         return generator_output(
-            group, trajectory_ids=ids, step_wise=self.step_wise, absent=absent, arrays="native"
+            group,
+            trajectory_ids=[each for _, each in members],
+            step_wise=self.step_wise,
+            absent=absent,
+            arrays="native",
         )
+
+
+def _evaluates(input_batch: Mapping[str, Any]) -> bool:
+    """Whether a batch is of SkyRL's evaluation, not of its training."""
+    return getattr(input_batch.get("batch_metadata"), "training_phase", "train") == "eval"
 
 
 def _joined(outputs: list[dict[str, Any]]) -> GeneratorOutput:
@@ -195,7 +224,9 @@ class FullyAsyncNodeTrainer(NodeWeights, FullyAsyncRayPPOTrainer):  # type: igno
 
 @dataclass
 class PolarnodeConfig(SkyRLTrainConfig):  # type: ignore[misc]
-    """SkyRL's configuration, and `polarnode`: url, task, run, patience_s; folder, mode of the weights."""
+    """SkyRL's configuration, and `polarnode`: url, task, run, patience_s; folder, mode of the weights;
+    mask_truncated.
+    """
 
     polarnode: dict[str, Any] = field(default_factory=dict)
 
@@ -203,8 +234,10 @@ class PolarnodeConfig(SkyRLTrainConfig):  # type: ignore[misc]
 class PolarnodeExp(BasePPOExp):  # type: ignore[misc]
     """SkyRL's experiment with the generator above, and with the weights sent to the node."""
 
-    def __init__(self, cfg: Any, settings: PluginSettings, weights: Mapping[str, Json]) -> None:
-        self.settings, self.weights = settings, weights
+    def __init__(
+        self, cfg: Any, settings: PluginSettings, weights: Mapping[str, Json], *, mask_truncated: bool
+    ) -> None:
+        self.settings, self.weights, self.mask_truncated = settings, weights, mask_truncated
         super().__init__(cfg)
 
     def get_inference_client(self) -> Any:
@@ -216,6 +249,7 @@ class PolarnodeExp(BasePPOExp):  # type: ignore[misc]
             self.settings,
             step_wise=cfg.generator.step_wise_trajectories,
             placeholder=tokenizer.eos_token_id if token is None else token,
+            mask_truncated=self.mask_truncated,
         )
 
     def get_trainer(self, **given: Any) -> Any:
@@ -227,7 +261,7 @@ class PolarnodeExp(BasePPOExp):  # type: ignore[misc]
 
 def read_settings(cfg: Any) -> tuple[PluginSettings, dict[str, Any]]:
     """The settings of the tasks and of the weights. Refused if SkyRL would wait for servers of its own."""
-    given = dict(cfg.polarnode)
+    given = {name: value for name, value in dict(cfg.polarnode).items() if name != "mask_truncated"}
     weights = {name: given.pop(name) for name in ("folder", "mode") if given.get(name) is not None}
     if "folder" not in weights:
         raise Refused(
@@ -241,6 +275,7 @@ def read_settings(cfg: Any) -> tuple[PluginSettings, dict[str, Any]]:
             " it to false",
             path="$.trainer.placement.colocate_all",
         )
+    _check_unused(cfg)
     settings, lora = plugin_settings(given), cfg.trainer.policy.model.lora
     if lora.rank > 0:
         if cfg.trainer.strategy != "fsdp":
@@ -254,8 +289,26 @@ def read_settings(cfg: Any) -> tuple[PluginSettings, dict[str, Any]]:
     return settings, weights
 
 
-def run(cfg: Any, settings: PluginSettings, weights: Mapping[str, Json]) -> None:
-    PolarnodeExp(cfg, settings, weights).run()
+def _check_unused(cfg: Any) -> None:
+    """Refuse what SkyRL does in a generator of its own, and what it does with as many rows as samples."""
+    for name, instead in UNUSED.items():
+        if getattr(getattr(cfg, "generator", None), name, False):
+            raise Refused(
+                f"generator.{name} would do nothing: it is of SkyRL's own generator, and the node's sessions go"
+                f" through another. Set it to false, and {instead}",
+                path=f"$.generator.{name}",
+            )
+    sampling = getattr(getattr(cfg.trainer, "algorithm", None), "dynamic_sampling", None)
+    if getattr(sampling, "type", None) == "replace":
+        raise Refused(
+            "trainer.algorithm.dynamic_sampling.type=replace puts the rows of one prompt in the places of"
+            " another's, one for one, and sessions have different numbers of rows: use type=filter",
+            path="$.trainer.algorithm.dynamic_sampling.type",
+        )
+
+
+def run(cfg: Any, settings: PluginSettings, weights: Mapping[str, Json], mask_truncated: bool) -> None:
+    PolarnodeExp(cfg, settings, weights, mask_truncated=mask_truncated).run()
 
 
 def main() -> None:
@@ -263,10 +316,11 @@ def main() -> None:
     cfg = PolarnodeConfig.from_cli_overrides([each for each in sys.argv[1:] if not each.startswith(OVERRIDE)])
     validate_cfg(cfg)
     settings, weights = read_settings(cfg)
+    mask_truncated = bool(cfg.polarnode.get("mask_truncated"))
     cfg.polarnode = {}  # SkyRL prints its configuration, and a token may be in it
     initialize_ray(cfg)
     # not on the head node, as SkyRL's own entrypoint
-    ray.get(ray.remote(num_cpus=1)(run).remote(cfg, settings, weights))
+    ray.get(ray.remote(num_cpus=1)(run).remote(cfg, settings, weights, mask_truncated))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A policy-gradient loop for Tinker (0.38): sessions of a node in, optimizer steps in Tinker's cloud out.
+"""A policy-gradient loop for Tinker (0.38, cookbook 0.6.1): sessions of a node in, optimizer steps in Tinker's cloud out.
 
     from polarnode.integrations.tinker import adapter_weights, train
 
@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 # Brings the weights after so many steps from Tinker to the node, and returns when the node serves them.
 ServeWeights = Callable[[Any, int], object]
 LEARNING_RATE: Final = 4e-5  # the cookbook's for adapters is of this size; Adam's other numbers are its own
+# Tinker's losses that are products of an advantage: without one their gradient is 0
+POLICY_LOSSES: Final = frozenset({"importance_sampling", "ppo", "cispo", "dro"})
+# seconds that Tinker keeps an export that nobody needs once it is on the node: a download takes minutes
+EXPORT_TTL_S: Final = 3600
 ADAM: Final = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
@@ -56,6 +60,8 @@ class TrainingClient(Protocol):
     ) -> Future: ...
 
     def optim_step(self, optim_params: Any) -> Future: ...
+
+    def save_weights_external(self, name: str, ttl_seconds: int | None = None) -> Future: ...
 
 
 @frozen(kw_only=True)
@@ -106,8 +112,8 @@ def train(
     * `settings`: of `plugin_settings`; from POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN
       if None.
 
-    Sessions that are not usable train nothing, and are no reward of 0. A step without a row takes no
-    optimizer step.
+    Sessions that are not usable train nothing, and are no reward of 0. A step without an advantage, because it
+    has no row or its groups are flat, takes no optimizer step: Adam would move the weights by its momentum.
     """
     if not dataset:
         raise Refused("the dataset has no row", path="$.dataset")
@@ -122,8 +128,8 @@ def train(
         specs = [task_of(where, row, samples=samples, sampling=sampling) for row in islice(rows, prompts)]
         groups = rollout_groups(where, specs)
         data = data_of(groups, estimator=estimator, kl_penalty_coef=kl_penalty_coef)
-        if not data:
-            logger.warning("step %d has no row to train: weights stay as they are", number)
+        if not any(_teaches(each, loss_fn) for each in data):
+            logger.warning("step %d has nothing to train: weights stay as they are", number)
             yield _step(number, groups, data, None, {})
             continue
         # both before either is awaited: Tinker computes them in one of its cycles
@@ -134,10 +140,17 @@ def train(
         yield _step(number, groups, data, output, {**output.metrics, **(stepped.metrics or {})})
 
 
+def _teaches(datum: Any, loss_fn: Any) -> bool:
+    """Whether a Datum can move the weights. A loss of one's own is not known to need an advantage."""
+    if loss_fn not in POLICY_LOSSES:
+        return True
+    return bool((datum.loss_fn_inputs["advantages"].to_numpy() != 0).any())
+
+
 def adapter_weights(settings: PluginSettings, base_model: str) -> ServeWeights:
-    """The `weights` of `train` that serve Tinker's adapter itself: downloaded and written as PEFT's by the
-    cookbook, pushed over HTTP as a version of the adapter that the tasks of `settings` name. `base_model` is
-    the name or folder of what the node serves.
+    """The `weights` of `train` that serve Tinker's adapter itself: exported, downloaded and written as PEFT's by
+    the cookbook, pushed over HTTP as a version of the adapter that the tasks of `settings` name. `base_model`
+    is the name or folder of what the node serves.
     """
     name = settings.template.get("adapter")
     if not isinstance(name, str) or not name:
@@ -150,7 +163,8 @@ def adapter_weights(settings: PluginSettings, base_model: str) -> ServeWeights:
         from tinker_cookbook import weights  # type: ignore[import-not-found]
 
         version = f"{name}-{mark}-{step}"
-        saved = client.save_weights_for_sampler(version).result()
+        # the cookbook downloads no sampler's checkpoint; an export is one that it can
+        saved = client.save_weights_external(version, ttl_seconds=EXPORT_TTL_S).result()
         with TemporaryDirectory() as folder:
             found = weights.download(tinker_path=saved.path, output_dir=f"{folder}/tinker")
             peft = Path(folder, "peft")

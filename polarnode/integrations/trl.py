@@ -34,6 +34,7 @@ from polarnode.groups import rows_of as training_rows
 from polarnode.integrations.rollout_tasks import (
     EXTRA_COLUMNS,
     TASK_KEY,
+    WHOLE_GROUPS,
     NodeRollouts,
     PluginSettings,
     own_task,
@@ -55,6 +56,10 @@ FOLDER: Final = "polarnode-weights"  # below the trainer's output_dir
 PROMPT_BYTES: Final = 200  # of a prompt in an error message
 # methods of a tensor by its type's name: torch itself is the trainer's
 CASTS: Final = {"bfloat16": "bfloat16", "float16": "half", "float32": "float"}
+# in place of a task's settings of whole groups, where the samples of a prompt are spread over processes
+SPLIT: Final = dict.fromkeys(
+    WHOLE_GROUPS, "set per_device_train_batch_size to a multiple of num_generations, so that none is split"
+)
 BEAT_S: Final = (
     1.0  # how often a worker shows that its loop runs, and looks whether the trainer has taken rows
 )
@@ -221,7 +226,8 @@ class PolarnodeRollout:
         self.push(trainer)
         groups = rollout_groups(self.settings, list(self._specs(prompts, trainer)))
         absent = Absent(token_id=_pad_token(trainer))
-        found = [rollout_members(group, absent=absent, several=self.several) for group in groups]
+        ends = _ends(trainer)
+        found = [rollout_members(group, absent=absent, several=self.several, ends=ends) for group in groups]
         return {name: [value for each in found for value in each[name]] for name in found[0]}
 
     def push(self, trainer: Any) -> None:
@@ -267,7 +273,14 @@ class PolarnodeRollout:
             for start in range(0, len(alike), size):
                 count = min(size, len(alike) - start)
                 row = self._columns.row(alike[0])
-                yield task_of(self.settings, row, samples=count, sampling=_sampling(trainer.args))
+                yield task_of(
+                    self.settings,
+                    row,
+                    samples=count,
+                    sampling=_sampling(trainer.args),
+                    instead=SPLIT if training and count < size else None,
+                    evaluation=not training,
+                )
 
 
 def node_reward(
@@ -306,6 +319,12 @@ def _sampling(args: Any) -> dict[str, Json]:
 def _pad_token(trainer: Any) -> int:
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     return int(tokenizer.pad_token_id)
+
+
+def _ends(trainer: Any) -> tuple[int, ...]:
+    """The tokens of which TRL takes the last of a completion for its end; others are truncated to it."""
+    found = [*(getattr(trainer, "eos_token_ids", None) or ()), _pad_token(trainer)]
+    return tuple(int(each) for each in found)
 
 
 def _last_push(rollout: PolarnodeRollout, trainer: Any) -> Any:

@@ -40,7 +40,13 @@ from polarnode.integrations.rollout_tasks import (
     shared_rollouts,
     task_of,
 )
-from polarnode.integrations.verl_algorithms import NAME, check_algorithm, compares_samples, room_of
+from polarnode.integrations.verl_algorithms import (
+    NAME,
+    OWN_GROUPS,
+    check_algorithm,
+    compares_samples,
+    room_of,
+)
 from polarnode.trainers.rows import version_number
 from polarnode.trainers.verl import agent_loop_outputs, untrained
 
@@ -201,6 +207,7 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
             row,
             group_id=None if row.get("uid") is None else str(row["uid"]),
             sampling=_sampling(sampling_params),
+            instead=OWN_GROUPS,
         )
         group = await shared_rollouts(self.settings).group(spec)
         trajectory, [member] = only(group), group.members

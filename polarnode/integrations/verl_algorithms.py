@@ -43,6 +43,12 @@ ROW_LOSSES: Final[Mapping[str, str]] = {
 }
 TOKEN_MEANS: Final = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 ROW_MEANS: Final = frozenset({"seq-mean-token-mean"})
+# what verl has in place of a task's settings of whole groups: a sample is a task of its own here
+OWN_GROUPS: Final[Mapping[str, str]] = {
+    "drop_uniform_reward": "set algorithm.filter_groups.enable=True with metric=score",
+    "early_stop_min": "set actor_rollout_ref.rollout.n to the samples wanted; verl waits for all of them",
+    "min_usable": "set trainer.v1.sampler.sync_refill_failed_groups=True; a lone sample is never trained",
+}
 EVALUATOR: Final = "say in the evaluator of the task what a session is worth"
 # verl's settings of rewards, its older names after its newer ones, and what is used in their place
 UNASKED: Final[Mapping[str, str]] = {

@@ -45,7 +45,7 @@ from polarnode.trainers.rows import (
 
 NAMES: Final = (
     "input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "attention_mask", "rewards",
-    "original_rewards", "teacher_logp",
+    "original_rewards", "truncated", "teacher_logp",
 )  # fmt: skip
 TENSORS: Final[Native] = dict.fromkeys(NAMES, "torch")
 # padding values other than 0: AReaL counts a version or a turn of 0 or more as generated, and pads with 0
@@ -121,6 +121,7 @@ def _tensors(row: TrainedRow, number: Number) -> dict[str, Array]:
         "attention_mask": numpy.ones((1, len(row.tokens)), dtype=bool),
         "rewards": numpy.array([row.reward], dtype=numpy.float32),
         "original_rewards": numpy.array([row.reward], dtype=numpy.float32),
+        "truncated": numpy.array([row.truncated], dtype=bool),
     }
 
 

@@ -38,11 +38,13 @@ def scored_data(
     env_id: int | None = None,
     group_size: int | None = None,
     generation_params: Mapping[str, Any] | None = None,
+    mask_truncated: bool = False,
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
     """The ScoredData of these sessions, one sequence per row. `advantages` are by session id and are repeated
     for each trained token. `group_size` is what the environment `env_id` registered. Without an `env_id` the
-    API queues a group of any size at once.
+    API queues a group of any size at once. `mask_truncated` writes Atropos' own word for a sequence that is
+    not to be trained, `set_advantage_to_zero`, where a budget or a limit ended it.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
@@ -59,6 +61,9 @@ def scored_data(
         "inference_logprobs": [_where_trained(row, row.logprobs) for row in rows],
         "generation_params": None if generation_params is None else dict(generation_params),
         "env_id": env_id,
+        "overrides": [{"set_advantage_to_zero": True} if row.truncated else {} for row in rows]
+        if mask_truncated
+        else None,
     }
     taught = teachers(rows)
     if taught is not None:

@@ -86,6 +86,7 @@ def _result(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
             "row": row.index,
             "rows": row.count,
             "outcome": row.trajectory.outcome.status,
+            "truncated": row.truncated,
         },
     }
 

@@ -52,6 +52,14 @@ class TrainedRow:
         return self.trajectory.reward if self.trace.reward is None else self.trace.reward
 
     @property
+    def truncated(self) -> bool:
+        """Whether a budget ended its session (of turns, tokens or time, or of turns that repeat), or a limit
+        cut its last answer. It is what trainers mask that leave truncated samples out, whatever their name
+        for it, and has nothing to do with the last token: a session may end between two whole answers.
+        """
+        return self.trajectory.outcome.status == "timeout" or self.trace.finish_reason == "length"
+
+    @property
     def tokens(self) -> Array:
         """int32[T]."""
         return numpy.frombuffer(self.trace.token_ids, dtype=numpy.int32)

@@ -3,7 +3,9 @@
 Rows are in order, `is_last_step` on the last of each session: with several rows per session SkyRL must be
 step-wise (`generator.step_wise_trajectories=true`). It gives all rows of a session the advantage of the last
 row's reward, so each has its session's; a lineage's own cannot be carried. Nor can weight versions,
-temperatures, top logprobs, or rewards of turns. Experts are lists for 0.3.0 and arrays ("native") after it.
+temperatures, top logprobs, or rewards of turns. The stop reason of a row is `length` where a budget ended its
+session or a limit its last answer, which is what SkyRL's overlong filtering masks. Experts are lists for
+0.3.0 and arrays ("native") after it.
 """
 
 from collections import defaultdict
@@ -152,7 +154,7 @@ def _entry(row: TrainedRow, ids: tuple[str, int]) -> dict[str, Any]:
         "response_ids": row.tokens[row.prompt :],
         "rewards": float(reward),
         "loss_masks": row.mask[row.prompt :],
-        "stop_reasons": STOPS[row.trace.finish_reason],
+        "stop_reasons": "length" if row.truncated else STOPS[row.trace.finish_reason],
         "rollout_logprobs": row.logprobs[row.prompt :],
         "rollout_expert_indices": None if experts is None else padded(experts, len(row.tokens)),
         "is_last_step": row.last,

@@ -139,7 +139,7 @@ def _sample(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
     response = row.tokens[row.prompt :]
     turns, experts = row.turns, routed(row)
     status = STATUS[row.trajectory.outcome.status]
-    if status == "completed" and row.trace.finish_reason == "length":
+    if row.truncated and status != "aborted":
         status = "truncated"
     return {
         "tokens": row.tokens,

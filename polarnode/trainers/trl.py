@@ -8,9 +8,13 @@ only when it corrects for another sampler (use_vllm), and has no field for a tea
 `AsyncDistillationTrainer` (`distillation_samples`). A RolloutSample has one `model_version`, by which TRL
 drops stale rows: for a row that several weights sampled it is the oldest, and `metrics` counts the versions
 as `weight_versions`.
+
+TRL takes a completion for truncated whose last token ends no answer (`mask_truncated_completions`). A
+session may be ended by a budget between two whole answers: its completion gets one more token, untrained, that ends
+none. With `ends`, the trainer's own ids of such tokens, the completion of a whole session always has one last.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy
@@ -42,7 +46,11 @@ DISTILLED: Final[Native] = dict.fromkeys(
 
 
 def rollout_output(
-    group: Group | Iterable[Trajectory], *, absent: Absent | None = None, arrays: Arrays = "list"
+    group: Group | Iterable[Trajectory],
+    *,
+    absent: Absent | None = None,
+    ends: Collection[int] = (),
+    arrays: Arrays = "list",
 ) -> dict[str, Any]:
     """What `rollout_func` returns for these sessions, in their order: one for each prompt that it was called
     with.
@@ -51,7 +59,7 @@ def rollout_output(
     trains nothing on that session. A session without a row is refused unless `absent` is given; the
     placeholder is not trained.
     """
-    rows = [_rollout(each, absent) for each in sessions(group)]
+    rows = [_rollout(each, absent, ends) for each in sessions(group)]
     if not rows:
         raise Refused("a rollout of no session is none: TRL wants a completion for every prompt")
     found: dict[str, Any] = as_arrays({name: [row[name] for row in rows] for name in rows[0]}, arrays)
@@ -59,7 +67,12 @@ def rollout_output(
 
 
 def rollout_members(
-    group: Group, *, absent: Absent, several: Several = "last", arrays: Arrays = "list"
+    group: Group,
+    *,
+    absent: Absent,
+    several: Several = "last",
+    ends: Collection[int] = (),
+    arrays: Arrays = "list",
 ) -> dict[str, Any]:
     """What `rollout_func` returns for every member of a group, usable or not, in the order of their samples.
 
@@ -79,7 +92,7 @@ def rollout_members(
             continue
         kept = only_row(trajectory) if several == "refuse" else _kept(trajectory)
         left = {"rows_left_out": kept.count - 1, "unusable": 0}
-        found.append(_completion(kept) | _identity(trajectory) | left)
+        found.append(_completion(kept, ends) | _identity(trajectory) | left)
     output: dict[str, Any] = as_arrays({name: [row[name] for row in found] for name in found[0]}, arrays)
     return output
 
@@ -185,10 +198,10 @@ def distillation_samples(
     return found
 
 
-def _rollout(trajectory: Trajectory, absent: Absent | None) -> dict[str, Any]:
+def _rollout(trajectory: Trajectory, absent: Absent | None, ends: Collection[int]) -> dict[str, Any]:
     if absent is not None and not rows_of(trajectory):
         return _placeholder(absent) | _identity(trajectory)
-    return _completion(only_row(trajectory)) | _identity(trajectory)
+    return _completion(only_row(trajectory), ends) | _identity(trajectory)
 
 
 def _kept(trajectory: Trajectory) -> TrainedRow:
@@ -201,14 +214,39 @@ def _identity(trajectory: Trajectory) -> dict[str, Any]:
     return {"session_id": trajectory.session_id, "group_id": trajectory.group_id}
 
 
-def _completion(row: TrainedRow) -> dict[str, Any]:
-    return {
+def _completion(row: TrainedRow, ends: Collection[int]) -> dict[str, Any]:
+    found = {
         "prompt_ids": row.tokens[: row.prompt],
         "completion_ids": row.tokens[row.prompt :],
         "logprobs": row.logprobs[row.prompt :],
         "env_mask": row.mask[row.prompt :],
         "reward": row.reward,
     }
+    last = _last_token(row, ends)
+    if last is not None:
+        found |= {
+            "completion_ids": numpy.append(found["completion_ids"], last).astype(numpy.int32),
+            "logprobs": numpy.append(found["logprobs"], 0).astype(numpy.float32),
+            "env_mask": numpy.append(found["env_mask"], 0).astype(numpy.uint8),
+        }
+    return found
+
+
+def _last_token(row: TrainedRow, ends: Collection[int]) -> int | None:
+    """The untrained token with which a completion must end to be taken for what it is; None for none."""
+    last = int(row.tokens[-1])
+    if not row.truncated:
+        return next(iter(ends)) if ends and last not in ends else None
+    if ends:
+        ending = set(ends)
+    else:  # the last token of each sample ends it, but for one that was cut
+        spans = row.trace.turn_spans
+        whole = spans[:-1] if row.trace.finish_reason == "length" else spans
+        ending = {int(row.tokens[span.end - 1]) for span in whole}
+    if last not in ending:
+        return None
+    own = (int(token) for token in row.tokens)
+    return next((token for token in (*own, *range(len(ending) + 1)) if token not in ending))
 
 
 def _placeholder(absent: Absent) -> dict[str, Any]:

@@ -207,6 +207,7 @@ def _extra(row: TrainedRow, number: Number | None) -> dict[str, Any]:
         "role": row.trace.role,
         "weight_versions": list(dict.fromkeys(versions_of(row))),
         "lineage_reward": row.trace.reward,
+        "truncated": row.truncated,
     }
     return {
         # V1 filters groups by a number of this name (algorithm.filter_groups.metric=score)

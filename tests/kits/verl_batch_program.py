@@ -36,9 +36,9 @@ from verl_program import (
     worker_of,
 )
 
+from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups import Group, facts_of, judged, rows_of
-from polarnode.core.task import GroupSpec
 
 PADDING = "verl/trainer/ppo/padding_utils.py"
 BALANCING = "verl/utils/seqlen_balancing.py"

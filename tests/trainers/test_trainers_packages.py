@@ -144,7 +144,7 @@ def test_verl_reads_the_teachers_logprob_of_each_token_of_a_response(told: dict[
 def test_areal_makes_of_the_same_calls_what_we_make_of_the_session(told: dict[str, Any]) -> None:
     [ours] = areal.tensors(SESSION)
     theirs = told["areal"]
-    newer = {"turn_ids", "original_rewards"}  # of AReaL after 1.0.4
+    newer = {"turn_ids", "original_rewards", "truncated"}  # of AReaL after 1.0.4, and our own
     assert set(ours) - set(theirs) == newer
     [tensors] = areal.tensors(SESSION, arrays="native")
     for name, each in theirs.items():

@@ -92,6 +92,7 @@ def _ours(found: Trajectory) -> Json:
         "forked_from": plain(found.forked_from),
         "rows": len(rows_of(found)),
         "delivered_row": None if row is None else row.index,
+        "truncated": row is not None and row.truncated,
         "trainable_tokens": found.trainable_tokens,
         "delivered_tokens": 0 if row is None else row.trace.loss_mask.count(1),
         "weight_versions": list(
@@ -127,7 +128,8 @@ def response(params: CreateParams, found: Trajectory) -> dict[str, Json]:
     """The rollout as one Responses object: every message, call and result of the delivered turns."""
     row = delivered(found)
     turns = _line(found, row)
-    cut = bool(turns) and turns[-1].finish_reason == "length"
+    # as in every format: a budget ended the session, or a limit its last answer
+    cut = found.outcome.status == "timeout" or (bool(turns) and turns[-1].finish_reason == "length")
     return {
         "id": f"resp_{found.session_id}",
         "object": "response",

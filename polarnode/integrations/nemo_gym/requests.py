@@ -19,6 +19,7 @@ from polarnode.core.codec.tasks import read_task
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
+from polarnode.integrations.rollout_tasks import check_whole_groups
 from polarnode.integrations.trainer_sampling import trained_sampling
 
 # ── requests ────────────────────────────────────────────────────────────
@@ -173,6 +174,14 @@ OURS: Final = (
 )  # set for each rollout, or not at all
 
 
+# what NeMo RL has in place of a task's settings of whole groups: a rollout is a task of its own here
+OWN_GROUPS: Final[Mapping[str, str]] = {
+    "drop_uniform_reward": "set grpo.use_dynamic_sampling: true in NeMo RL",
+    "early_stop_min": "set grpo.num_generations_per_prompt to the samples wanted; NeMo RL waits for them all",
+    "min_usable": "look at the masked samples in NeMo RL's metrics; it has no such minimum",
+}
+
+
 @frozen(kw_only=True)
 class TaskTemplate:
     """A TaskSpec as JSON with placeholders. Its instruction is `{{input}}` where it has none. Raises Refused
@@ -197,6 +206,9 @@ class TaskTemplate:
                 )
         if self.value.get("num_samples", 1) != 1:
             raise Refused("num_samples must be 1: Gym requests each rollout by itself", path="$.num_samples")
+        group = self.value.get("group")
+        if isinstance(group, dict):
+            check_whole_groups(group, OWN_GROUPS)
         if not self.needs_row:
             self.task(GymRequest(params=CreateParams(input=""), instruction="Say a word."))
 
