@@ -69,7 +69,7 @@ oracles=(trl==1.16.0 renderers==0.1.12 prime-pydantic-config==0.4.3 swebench==5.
 # tests/kits/trainers_program.py and tests/kits/trl_program.py look: some contain a package named `tests`, and transformers behaves differently when
 # accelerate is installed. peft replays the rows of adapters. tinker imports protobuf; TRL's GRPOTrainer imports the packages after it.
 beside=(
-  verl==0.9.1 skyrl==0.3.0 areal==1.0.4 verifiers==0.4.0 atroposlib==0.4.0 tinker==0.38.0 protobuf==7.36.2
+  verl==0.9.1 skyrl==0.3.0 areal==1.0.4 verifiers==0.4.0 atroposlib==0.4.0 tinker==0.38.0 tinker-cookbook==0.6.1 protobuf==7.36.2
   peft==0.21.2 accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1 dill==0.4.1 multiprocess==0.70.19 xxhash==4.1.0 fsspec==2026.9.0 python-dateutil==4.0.0 six==1.17.0
 )
 compared=.venv/polarnode-oracles-${stamp##*-} # its name begins like the other stamp's: a new environment removes both

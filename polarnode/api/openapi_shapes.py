@@ -30,7 +30,7 @@ from polarnode.core.status import (
     TaskStatus,
     TimeSeries,
 )
-from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, TaskSpec
+from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, GroupSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.core.weights import (
     AdapterReport,
@@ -136,6 +136,7 @@ class FinishedGroup:
     submitted: float | None
     harness: str
     metadata: dict[str, Json]
+    requires: GroupSpec | None = None
 
 
 @frozen(kw_only=True)

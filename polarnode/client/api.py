@@ -51,7 +51,6 @@ from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, TaskSpe
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.core.weights import (
     AdapterReport,
-    AdaptersState,
     AdapterState,
     Backend,
     MemoryTag,
@@ -224,10 +223,6 @@ def _weights_order(version: str, source: Mapping[str, Json], mode: UpdateMode) -
     return {"version": version, "source": dict(source), "mode": mode}
 
 
-def weights_status() -> ClientRequest[WeightsStatus]:
-    return typed_request(WeightsStatus, "GET", "/v1/weights")
-
-
 def push_weights(
     version: str,
     source: Mapping[str, Json],
@@ -308,10 +303,6 @@ def send_adapter(name: str, version: str, body: bytes) -> ClientRequest[AdapterR
         headers={"Content-Type": "application/octet-stream"},
         silence_s=ADAPTER_SILENCE_S,
     )
-
-
-def adapters() -> ClientRequest[AdaptersState]:
-    return typed_request(AdaptersState, "GET", ADAPTERS)
 
 
 def delete_adapter(name: str) -> ClientRequest[AdapterState]:

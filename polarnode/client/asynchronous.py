@@ -311,7 +311,7 @@ class AsyncPolarnodeClient:
         await self._run(ask(api.leave_group(name)))
 
     async def weights(self) -> WeightsStatus:
-        return await self._run(ask(api.weights_status()))
+        return await self._run(ask(requests.weights_status()))
 
     async def pause(self, mode: PauseMode = "in_place") -> WeightsStatus:
         return await self._run(ask(api.pause(mode)))
@@ -334,7 +334,7 @@ class AsyncPolarnodeClient:
         return await self._run(self._api.patiently(api.send_adapter(name, version, body)))
 
     async def adapters(self) -> AdaptersState:
-        return await self._run(ask(api.adapters()))
+        return await self._run(ask(requests.adapters()))
 
     async def delete_adapter(self, name: str) -> AdapterState:
         return await self._run(ask(api.delete_adapter(name)))

@@ -414,7 +414,7 @@ class PolarnodeClient:
 
     def weights(self) -> WeightsStatus:
         """Return the version that is served and the last updates."""
-        return self._run(ask(api.weights_status()))
+        return self._run(ask(requests.weights_status()))
 
     def pause(self, mode: PauseMode = "in_place") -> WeightsStatus:
         """Hold generation: calls in progress and new calls wait until `resume`. `mode` is one of those of
@@ -457,7 +457,7 @@ class PolarnodeClient:
 
     def adapters(self) -> AdaptersState:
         """Return the adapters of the node, and what it takes."""
-        return self._run(ask(api.adapters()))
+        return self._run(ask(requests.adapters()))
 
     def delete_adapter(self, name: str) -> AdapterState:
         """Forget an adapter. Raises ClientError 409 while sessions sample by it, 404 for an unknown one."""

@@ -40,6 +40,7 @@ from polarnode.core.status import (
 )
 from polarnode.core.task import EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.core.weights import AdaptersState, WeightsStatus
 from polarnode.groups.group import GroupState
 
 # ── commands ────────────────────────────────────────────────────────────
@@ -254,6 +255,14 @@ def fork(session_id: str, order: ForkOrder, *, idempotency_key: str) -> ClientRe
 
 def task(task_id: str) -> ClientRequest[dict[str, Any]]:
     return json_request("GET", f"/v1/tasks/{part(task_id)}")
+
+
+def weights_status() -> ClientRequest[WeightsStatus]:
+    return typed_request(WeightsStatus, "GET", "/v1/weights")
+
+
+def adapters() -> ClientRequest[AdaptersState]:
+    return typed_request(AdaptersState, "GET", "/v1/adapters")
 
 
 def task_status(task_id: str) -> ClientRequest[TaskStatus]:

@@ -9,7 +9,7 @@ from typing import Final
 
 from attrs import frozen
 
-from polarnode.client import api, requests
+from polarnode.client import requests
 from polarnode.client.requests import ClientRequest, Script, T, ask
 from polarnode.client.values import ClientError
 from polarnode.core.errors import Refused
@@ -86,8 +86,8 @@ def score_session(session_id: str, weights: str) -> Script[SessionDifference]:
 
 def _held() -> Script[HeldWeights]:
     status = yield from ask(requests.status())
-    weights = yield from _where_there_are(api.weights_status())
-    adapters = yield from _where_there_are(api.adapters())
+    weights = yield from _where_there_are(requests.weights_status())
+    adapters = yield from _where_there_are(requests.adapters())
     teachers = status.get("teachers")
     return HeldWeights(
         version="" if weights is None else weights.version,

@@ -27,10 +27,12 @@ from polarnode.client.requests import (
     Script,
     Sleep,
     acknowledge,
+    adapters,
     ask,
     live_changes,
     task_status,
     trajectory,
+    weights_status,
 )
 from polarnode.client.scripts import (
     Block,
@@ -48,7 +50,7 @@ from polarnode.core.codec.trajectories import Turns
 from polarnode.core.positions import Position
 from polarnode.core.status import SessionChanges
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups.group import Group, read_group
+from polarnode.groups.group import Group, judged_again, read_group
 
 # ── collecting ────────────────────────────────────────────────────────────
 
@@ -420,7 +422,7 @@ class Groups:
         for session_id in gathered.missing:
             found = yield from self._fetch(session_id)
             fetched += [] if found is None else [found]
-        group = gathered.whole(fetched)
+        group = yield from self._judge_again(gathered.whole(fetched))
         task_id = group.task_id
         yield Give(evolve(group, acknowledge=GroupAck(self, task_id) if self.acks.consumer else None))
         self.follower.patience.renew()  # the time that the caller took does not count
@@ -428,6 +430,29 @@ class Groups:
             self.collector.done(task_id)
         else:
             self.collector.gave(task_id)
+
+    def _judge_again(self, group: Group) -> Script[Group]:
+        """The group as its task judges it now: weights may have been updated since it ended. A node that
+        cannot say what it serves leaves it as it was.
+        """
+        if group.requires is None or group.requires.max_staleness is None:
+            return group
+        try:
+            weights = yield from patiently(weights_status(), Patience(self.patience_s, self.now))
+            histories = [weights.versions]
+            sampled = {
+                span.version
+                for each in group.trajectories
+                for trace in each.traces
+                for span in trace.version_spans
+            }
+            if not sampled.issubset(weights.versions):  # by an adapter, whose versions are its own
+                found = yield from patiently(adapters(), Patience(self.patience_s, self.now))
+                histories += [each.versions for each in found.adapters]
+        except ClientError as error:
+            logger.warning("the staleness of group %s is that of its end: %s", group.group_id, error)
+            return group
+        return judged_again(group, histories)
 
     def _fetch(self, session_id: str) -> Script[Trajectory | None]:
         """Fetch a trajectory that was not kept, or that came before this reader began; None when the node no

@@ -104,7 +104,8 @@ class AdapterReport:
 class AdapterState:
     """An adapter: the version that is current, whether the engine holds it, and who needs it. `sessions` name
     it and are not over, `calls` sample by any of its versions now; `loads` counts how often it was loaded,
-    `seconds` is how long the last took on the slowest host. Without a version `warning` says why not.
+    `seconds` is how long the last took on the slowest host. `versions` are all since the node started, oldest
+    first. Without a version `warning` says why not.
     """
 
     name: str
@@ -115,6 +116,7 @@ class AdapterState:
     loads: int = 0
     seconds: float = 0.0
     warning: str | None = None
+    versions: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ the tasks of its adapter are refused with the reason.
 import os
 import re
 import shutil
-from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import file_digest, sha256
@@ -22,12 +22,13 @@ from uuid import uuid4
 import trio
 from attrs import define, evolve, field
 
+from polarnode.core.codec.json import read_json
 from polarnode.core.codec.tasks import ADAPTER
 from polarnode.core.errors import ConfigError, Conflict, DiskFull, EngineError, PolarnodeError, Refused
 from polarnode.core.weights import AdapterReport, AdaptersState, AdapterState
 from polarnode.engine.checkpoints import CONFIG, CONFIG_LIMIT, TENSORS, BadCheckpoint, head
 from polarnode.engine.weight_values import AdapterOrder, DiskSource, Served
-from polarnode.engine.weights import WRITTEN_S, Weights, plain_of, served_of
+from polarnode.engine.weights import HISTORY, WRITTEN_S, Weights, plain_of, served_of
 from polarnode.support.bounded import private_opener
 
 # a part of a path on every disk, of a URL, and a name in the engine
@@ -192,6 +193,7 @@ class AdapterStore:
                 return again
             self.weights.insist_free()
             base = self.weights.engines.versions[-1]
+            await self._insist_base(base, folder)
             served = Served(
                 version=version,
                 mode="in_place",
@@ -214,6 +216,20 @@ class AdapterStore:
                 await self._prune(name)
             self._updates += 1
             return _report(self._served[name], created=True)
+
+    async def _insist_base(self, version: str, folder: Path) -> None:
+        """Raise Conflict where the weights that are served are not those that an adapter was trained on: it
+        would sample from a policy that nobody trains. The node's own checkpoint has many names, and is known
+        by not being any other weights; those of an update, by their version or their folder.
+        """
+        updates = [served_of(row) for row in await self.weights.journal.weights(HISTORY)]
+        named = await trio.to_thread.run_sync(_other_base, folder, updates, version, self.weights.model)
+        if named is not None:
+            raise Conflict(
+                f"this adapter was trained on {named or 'a base that it does not name'}, and the node serves"
+                f" the weights {version!r}: serve its base first (POST /v1/weights), or train it on what is"
+                " served and put that version into base_model_name_or_path of its configuration"
+            )
 
     async def _write_down(self, served: Served, began: float) -> None:
         served = evolve(served, seconds=trio.current_time() - began)
@@ -337,6 +353,34 @@ def _unpack_config(folder: Path) -> None:
         )
     _insist_small("adapter_config", len(found), CONFIG_LIMIT)
     (folder / CONFIG).write_text(found)
+
+
+def _base_of(folder: Path) -> str:
+    """The base that an adapter names; empty where it names none."""
+    try:
+        found = read_json((folder / CONFIG).read_bytes())
+    except (OSError, Refused):
+        return ""  # said when it is loaded
+    named = found.get("base_model_name_or_path") if isinstance(found, dict) else None
+    return named if isinstance(named, str) else ""
+
+
+def _other_base(folder: Path, updates: Sequence[Served], version: str, model: str) -> str | None:
+    """The base that an adapter names, where it is not the one that is served; empty if it names none. None
+    where it may be: `updates` are the node's, newest first, and `model` its own checkpoint.
+    """
+    named = _base_of(folder)
+    current = next((each for each in updates if each.version == version), None)
+    if current is not None and _real(current.source.get("path")) != _real(model):
+        is_it = bool(named) and (named == version or _real(named) == _real(current.source.get("path")))
+        return None if is_it else named
+    others = (each for each in updates if _real(each.source.get("path")) != _real(model))
+    known = any(named == each.version or _real(named) == _real(each.source.get("path")) for each in others)
+    return named if named and known else None
+
+
+def _real(path: str | None) -> str:
+    return os.path.realpath(path) if path else ""
 
 
 def _digest(folder: Path) -> str:

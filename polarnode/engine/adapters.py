@@ -202,6 +202,7 @@ class Adapters:
                 calls=sum(self._in_progress(version) for version in each.versions),
                 loads=each.loads,
                 seconds=each.seconds,
+                versions=tuple(each.versions),
             )
             for each in self._adapters.values()
         )

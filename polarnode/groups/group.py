@@ -55,6 +55,8 @@ class Group:
     members: tuple[Member, ...]
     trajectories: tuple[Trajectory, ...] = ()
     reason: str | None = None
+    # what its task asked of it, so that it can be judged again; None of an event that does not say
+    requires: GroupSpec | None = field(default=None, eq=False, repr=False)
     # how the stream that gave it acknowledges it: no part of what the group is
     _acknowledge: Callable[[], Any] | None = field(default=None, eq=False, repr=False)
 
@@ -173,7 +175,9 @@ def judged(spec: GroupSpec, facts: Iterable[Facts], *, task_id: str, group_id: s
     members = tuple(member_of(spec, each) for each in ordered)
     early = sum(stopped_early(each.outcome) for each in ordered)
     state, reason = _state(spec, members, early)
-    return Group(task_id=task_id, group_id=group_id, state=state, members=members, reason=reason)
+    return Group(
+        task_id=task_id, group_id=group_id, state=state, members=members, reason=reason, requires=spec
+    )
 
 
 def with_rewards(group: Group, rewards: Iterable[RewardEvent], spec: GroupSpec = STANDARD) -> Group:
@@ -247,8 +251,12 @@ def _why_not(spec: GroupSpec, facts: Facts) -> str | None:
     if facts.trainable_tokens == 0:
         return "no trainable token"
     if _is_stale(spec, facts) and spec.stale == "drop":
-        return f"{STALE}: {facts.staleness} weight updates behind, {spec.max_staleness} are allowed"
+        return _too_old(spec, facts.staleness)
     return None
+
+
+def _too_old(spec: GroupSpec, staleness: int | None) -> str:
+    return f"{STALE}: {staleness} weight updates behind, {spec.max_staleness} are allowed"
 
 
 def _state(spec: GroupSpec, members: Sequence[Member], early: int) -> tuple[GroupState, str | None]:
@@ -299,6 +307,58 @@ def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None
     return max((behind[version] for version in sampled if version in behind), default=None)
 
 
+def judged_again(group: Group, histories: Iterable[Sequence[str]]) -> Group:
+    """The group when it is delivered: its members' staleness is what it is now, and those that its task's
+    `max_staleness` forbids are unusable or marked, as if the group had ended now.
+
+    `histories`: the versions that the node served, oldest first, of its weights and of each adapter. A member
+    without a trajectory, or whose versions are in none of them, stays as it is; none becomes fresher.
+    """
+    spec = group.requires
+    if spec is None or spec.max_staleness is None:
+        return group
+    known = [tuple(each) for each in histories]
+    held = {each.session_id: each for each in group.trajectories}
+    members = tuple(_aged(spec, member, held.get(member.session_id), known) for member in group.members)
+    if [each.usable for each in members] == [each.usable for each in group.members]:
+        return evolve(group, members=members)
+    early = sum(member.why == EARLY_STOP for member in members)
+    state, reason = _state(spec, members, early)
+    if group.state == "dropped":
+        state, reason = group.state, group.reason
+    return evolve(group, members=members, state=state, reason=reason)
+
+
+def _aged(
+    spec: GroupSpec, member: Member, trajectory: Trajectory | None, histories: Sequence[Sequence[str]]
+) -> Member:
+    if trajectory is None:
+        return member
+    ages = [age for each in histories if (age := _trained_behind(trajectory, each)) is not None]
+    if not ages:
+        return member
+    age = max(min(ages), member.staleness or 0)
+    facts = evolve(facts_of(trajectory), reward=member.reward, staleness=age)
+    found = evolve(member, staleness=age, stale=_is_stale(spec, facts))
+    if not (member.usable and found.stale and spec.stale == "drop"):
+        return found
+    return evolve(found, usable=False, why=_too_old(spec, age))
+
+
+def _trained_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None:
+    """As `updates_behind`, from the rows of a session, whose turns a reader of groups does not have."""
+    behind = {version: len(history) - 1 - index for index, version in enumerate(history)}
+    sampled = {
+        span.version
+        for trace in trajectory.traces
+        for span in trace.version_spans
+        if trace.loss_mask.find(1, span.start, span.end) >= 0
+    }
+    if UNKNOWN_VERSION in sampled:
+        return None
+    return max((behind[version] for version in sampled if version in behind), default=None)
+
+
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -312,6 +372,7 @@ def group_json(group: Group) -> dict[str, Json]:
         "state": group.state,
         "reason": group.reason,
         "usable": sum(member.usable for member in group.members),
+        "requires": None if group.requires is None else plain(evolve(group.requires, fork=None)),
     }
 
 
@@ -330,6 +391,7 @@ class GroupShape:
     sessions: tuple[MemberShape, ...]
     state: GroupState | None = None
     reason: str | None = None
+    requires: GroupSpec | None = None
 
 
 def read_group(value: Json, trajectories: Iterable[Trajectory] = ()) -> Group:
@@ -346,7 +408,12 @@ def read_group(value: Json, trajectories: Iterable[Trajectory] = ()) -> Group:
 def _group(shape: GroupShape, state: GroupState) -> Group:
     members = tuple(Member(**asdict(each)) for each in shape.sessions)
     return Group(
-        task_id=shape.task_id, group_id=shape.group_id, state=state, members=members, reason=shape.reason
+        task_id=shape.task_id,
+        group_id=shape.group_id,
+        state=state,
+        members=members,
+        reason=shape.reason,
+        requires=shape.requires,
     )
 
 

@@ -23,7 +23,7 @@ from attrs import field, frozen
 from polarnode.core.arrays import floats
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trace, Trajectory
-from polarnode.groups.group import Group, check_flat
+from polarnode.groups.group import Group, check_flat, judged_again
 
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,16 +160,18 @@ def rows_of(
     loss: LossMean = "token_mean",
     length: int | None = None,
     process: bool = False,
+    served: Sequence[str] | None = None,
 ) -> tuple[Row, ...]:
     """The training rows of a batch of groups, without dropped ones. `length` is for `fixed_length`: the
-    most tokens a session may have, a constant.
+    most tokens a session may have, a constant. `served`: the versions that the node has served, oldest first
+    (`client.weights().versions`), for groups that were kept since they were read (`judged_again`).
 
     A row's own reward, where it has one, is compared with its session's baseline. With `process`, turns
     with rewards of their own are compared with all such turns of the group, and a token's advantage is
     the sum over its turn and the later ones of its session. Refused for a group that is a tree, whose rows
     are those of `tree_rows_of`.
     """
-    groups = tuple(groups)
+    groups = tuple(groups if served is None else (judged_again(each, [served]) for each in groups))
     for group in groups:
         check_flat(group)
     batch = [(group, group.usable) for group in groups]

@@ -117,7 +117,13 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
         """The rows of the row's usable sessions as tensors, or None, which AReaL replaces: no session is
         usable, the group is dropped, or the machine lost it. A reward of 0 is never made up.
         """
-        spec = task_of(self.settings, data, samples=self.samples, sampling=self.sampling)
+        spec = task_of(
+            self.settings,
+            data,
+            samples=self.samples,
+            sampling=self.sampling,
+            evaluation=workflow_context.get().is_eval,
+        )
         versions = _LEARNED.setdefault(self.settings.url, LearnedVersions())
         rollouts = shared_rollouts(self.settings)
         try:

@@ -28,7 +28,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups import Group, lost_to_the_machine
+from polarnode.groups import STALE, Group, judged_again, lost_to_the_machine
 from polarnode.integrations.trainer_sampling import UNCUT as UNCUT  # also found here by loops of one's own
 from polarnode.integrations.trainer_sampling import trained_sampling
 from polarnode.sources.reading import read_json as read_json_file
@@ -202,12 +202,14 @@ def _whole_groups(value: dict[str, Json], instead: Mapping[str, str] | None, eva
 
 def check_whole_groups(group: Mapping[str, Json], instead: Mapping[str, str]) -> None:
     """Raise Refused for a setting of whole groups where a sample is a task of its own."""
-    for name in WHOLE_GROUPS:
+    for name, what in instead.items():
         value = group.get(name)
-        if value is True or value not in (None, False, 1):
+        # one of one is what every group has
+        asked = value not in (None, False) and (value != 1 or value is True or name == "max_staleness")
+        if asked:
             raise Refused(
                 f"group.{name} cannot do what it says: the trainer compares samples that are tasks of their"
-                f" own, and the node sees no group of them. Leave it out, and {instead[name]}",
+                f" own, and the node sees no group of them. Leave it out, and {what}",
                 path=f"$.group.{name}",
             )
 
@@ -344,6 +346,15 @@ class NodeRollouts:
             if not self._waiting and self._events is not None:  # a loop may end while nobody waits
                 events, self._events = self._events, None
                 await events.aclose()  # noqa: ASYNC102 - shielded and bounded in `_closed`
+
+    async def delivered(self, group: Group) -> Group:
+        """A group that was kept since `group` gave it, judged again by the weights that are served now."""
+        if group.requires is None or group.requires.max_staleness is None:
+            return group
+        async with self._places:
+            weights = await self._patiently(self.client.weights)
+            adapters = await self._patiently(self.client.adapters)
+        return judged_again(group, [weights.versions, *(each.versions for each in adapters.adapters)])
 
     async def session(self, spec: TaskSpec) -> Trajectory:
         """Run a task of one sample and return its trajectory. Raises SessionLost for a session without
@@ -531,13 +542,18 @@ def taught(group: Group) -> Group:
 
 
 def only(group: Group) -> Trajectory:
-    """The trajectory of a group of one. Raises SessionLost if it was lost."""
+    """The trajectory of a group of one. Raises SessionLost if it was lost, or its task forbids it."""
     trajectory = next(iter(group.trajectories), None)
     if trajectory is None:
         raise SessionLost(f"the node cannot give the trajectory of task {group.task_id}: submit it again")
     outcome = trajectory.outcome
     if lost_to_the_machine(outcome) or outcome.status == "cancelled":
         raise SessionLost(f"session {trajectory.session_id} was lost: {outcome.reason or outcome.status}")
+    for member in group.members:
+        if (member.why or "").startswith(STALE):
+            raise SessionLost(f"session {trajectory.session_id} is not usable: {member.why}")
+        if member.usable and group.state == "dropped":
+            raise SessionLost(f"the group of session {trajectory.session_id} was dropped: {group.reason}")
     return trajectory
 
 

@@ -294,8 +294,8 @@ def _check_unused(cfg: Any) -> None:
     for name, instead in UNUSED.items():
         if getattr(getattr(cfg, "generator", None), name, False):
             raise Refused(
-                f"generator.{name} would do nothing: it is of SkyRL's own generator, and the node's sessions go"
-                f" through another. Set it to false, and {instead}",
+                f"generator.{name} would do nothing: it is of SkyRL's own generator, and a node's sessions"
+                f" go through another. Set it to false, and {instead}",
                 path=f"$.generator.{name}",
             )
     sampling = getattr(getattr(cfg.trainer, "algorithm", None), "dynamic_sampling", None)

@@ -159,7 +159,8 @@ class _InProgress:
     ) -> list[list[Any]] | None:
         """The samples of a group, or None if it is not trained on. One that the machine lost begins again."""
         try:
-            group = future.result()
+            # it may have ended in an earlier call, before the last update
+            group = self.portal.call(self.rollouts.delivered, future.result())
         except SessionLost as lost:
             counts.again += 1
             counts.give_up(str(lost))
@@ -248,7 +249,9 @@ def _renewed(prompt: _Prompt) -> _Prompt:
     return _Prompt(prompt.samples, evolve(prompt.spec, task_id=None))
 
 
-def _task(settings: PluginSettings, args: Any, sample: Any, count: int, **sampling: Any) -> TaskSpec:
+def _task(
+    settings: PluginSettings, args: Any, sample: Any, count: int, *, evaluation: bool = False, **sampling: Any
+) -> TaskSpec:
     """The task of a prompt, sampled as slime's arguments say and not otherwise. `metadata` of the dataset's
     row may hold a task under `polarnode`.
     """
@@ -259,6 +262,7 @@ def _task(settings: PluginSettings, args: Any, sample: Any, count: int, **sampli
         {"prompt": sample.prompt, "metadata": sample.metadata or {}},
         samples=count,
         sampling=given,
+        evaluation=evaluation,
     )
 
 
@@ -353,7 +357,7 @@ def _evaluated(args: Any, settings: PluginSettings, data: Any) -> dict[str, list
     waiting = dict(enumerate(rows))
     scored: dict[int, list[Any]] = {}
     for _ in range(1 + EVALUATED_AGAIN):
-        specs = [_task(settings, args, row, count, **asked) for row in waiting.values()]
+        specs = [_task(settings, args, row, count, evaluation=True, **asked) for row in waiting.values()]
         for number, group in zip(list(waiting), rollout_groups(settings, specs), strict=True):
             if len(group.trajectories) == count and all(e.reward is not None for e in group.trajectories):
                 scored[number] = _eval_samples(args, group, waiting.pop(number), number * count)

@@ -1,4 +1,5 @@
-"""A policy-gradient loop for Tinker (0.38, cookbook 0.6.1): sessions of a node in, optimizer steps in Tinker's cloud out.
+"""A policy-gradient loop for Tinker (0.38, tinker-cookbook 0.6.1): sessions of a node in, optimizer steps in
+Tinker's cloud out.
 
     from polarnode.integrations.tinker import adapter_weights, train
 
@@ -112,8 +113,9 @@ def train(
     * `settings`: of `plugin_settings`; from POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN
       if None.
 
-    Sessions that are not usable train nothing, and are no reward of 0. A step without an advantage, because it
-    has no row or its groups are flat, takes no optimizer step: Adam would move the weights by its momentum.
+    Sessions that are not usable train nothing, and are no reward of 0. A step without an advantage, because
+    it has no row or its groups are flat, takes no optimizer step: Adam would move the weights by its
+    momentum.
     """
     if not dataset:
         raise Refused("the dataset has no row", path="$.dataset")
@@ -148,9 +150,9 @@ def _teaches(datum: Any, loss_fn: Any) -> bool:
 
 
 def adapter_weights(settings: PluginSettings, base_model: str) -> ServeWeights:
-    """The `weights` of `train` that serve Tinker's adapter itself: exported, downloaded and written as PEFT's by
-    the cookbook, pushed over HTTP as a version of the adapter that the tasks of `settings` name. `base_model`
-    is the name or folder of what the node serves.
+    """The `weights` of `train` that serve Tinker's adapter itself: exported, downloaded and written as PEFT's
+    by the cookbook, pushed over HTTP as a version of the adapter that the tasks of `settings` name.
+    `base_model` is the name or folder of what the node serves.
     """
     name = settings.template.get("adapter")
     if not isinstance(name, str) or not name:

@@ -10,8 +10,9 @@ drops stale rows: for a row that several weights sampled it is the oldest, and `
 as `weight_versions`.
 
 TRL takes a completion for truncated whose last token ends no answer (`mask_truncated_completions`). A
-session may be ended by a budget between two whole answers: its completion gets one more token, untrained, that ends
-none. With `ends`, the trainer's own ids of such tokens, the completion of a whole session always has one last.
+session may be ended by a budget between two whole answers: its completion gets one more token, untrained,
+that ends none. With `ends`, the trainer's own ids of such tokens, the completion of a whole session always
+has one last.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -215,21 +216,19 @@ def _identity(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _completion(row: TrainedRow, ends: Collection[int]) -> dict[str, Any]:
-    found = {
-        "prompt_ids": row.tokens[: row.prompt],
-        "completion_ids": row.tokens[row.prompt :],
-        "logprobs": row.logprobs[row.prompt :],
-        "env_mask": row.mask[row.prompt :],
-        "reward": row.reward,
-    }
+    ids, logprobs, mask = (each[row.prompt :] for each in (row.tokens, row.logprobs, row.mask))
     last = _last_token(row, ends)
     if last is not None:
-        found |= {
-            "completion_ids": numpy.append(found["completion_ids"], last).astype(numpy.int32),
-            "logprobs": numpy.append(found["logprobs"], 0).astype(numpy.float32),
-            "env_mask": numpy.append(found["env_mask"], 0).astype(numpy.uint8),
-        }
-    return found
+        ids = numpy.append(ids, last).astype(ids.dtype)
+        logprobs = numpy.append(logprobs, 0).astype(logprobs.dtype)
+        mask = numpy.append(mask, 0).astype(mask.dtype)
+    return {
+        "prompt_ids": row.tokens[: row.prompt],
+        "completion_ids": ids,
+        "logprobs": logprobs,
+        "env_mask": mask,
+        "reward": row.reward,
+    }
 
 
 def _last_token(row: TrainedRow, ends: Collection[int]) -> int | None:
@@ -245,8 +244,8 @@ def _last_token(row: TrainedRow, ends: Collection[int]) -> int | None:
         ending = {int(row.tokens[span.end - 1]) for span in whole}
     if last not in ending:
         return None
-    own = (int(token) for token in row.tokens)
-    return next((token for token in (*own, *range(len(ending) + 1)) if token not in ending))
+    own: list[int] = row.tokens.tolist()
+    return next(token for token in (*own, *range(len(ending) + 1)) if token not in ending)
 
 
 def _placeholder(absent: Absent) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_samples import make_trajectory
+from trainers_kit import one_row
 
 from polarnode.client import ClientError, Event, Unreachable
 from polarnode.client.api import Api, Reading, join_group, leave_group, named
@@ -44,10 +45,12 @@ from polarnode.client.scripts import (
 from polarnode.client.streams import LEAVE_S, LOOK_AFTER_S, Acks, Collector, Groups, acknowledged, events
 from polarnode.client.values import read_error
 from polarnode.core.codec import dump_json, trajectory_json
+from polarnode.core.codec.json import plain
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.positions import Position
 from polarnode.core.status import Submitted, UnreadableEvent
 from polarnode.core.task import CaptureSpec
+from polarnode.core.weights import AdaptersState, AdapterState, WeightsStatus
 from polarnode.groups import Group
 
 GREETING = b": polarnode\n\n"
@@ -781,3 +784,40 @@ def test_nodes_that_were_not_reached_are_sent_the_acknowledgement_again() -> Non
     next(script)
     with pytest.raises(Unreachable, match="does not reach node-2"):
         script.send(b'{"id": "", "pending": ["node-2"]}')
+
+
+def slow_reader(requires: dict[str, Any] | None, **answers: Any) -> World:
+    """A group whose one session was sampled by versions 7 and 8, and a node that answers so."""
+    session = attrs.evolve(one_row(), session_id="a-0", task_id="a", group_id="a", staleness=1)
+    body = {"session_id": "a-0", "sample_index": 0, "status": "completed", "reward": 1.0, "usable": True}
+    group = {"task_id": "a", "group_id": "a", "sessions": [body], "state": "complete", "requires": requires}
+    log = [
+        (1, wire(1, "trajectory", "trajectory:a-0", trajectory_json(session, arrays="base64"))),
+        (2, wire(2, "group", "group:a", group)),
+    ]
+    world = world_of(log)
+    world.answers |= {path.replace("_", "/"): plain(answer) for path, answer in answers.items()}
+    return world
+
+
+def test_a_group_is_judged_when_it_is_read() -> None:
+    """By what the node serves at that moment, its weights or an adapter; and it is asked nothing without a limit."""
+    limit = {"max_staleness": 1}
+    served = WeightsStatus(version="9", versions=("7", "8", "9"))
+    world = slow_reader(limit, _v1_weights=served)
+    [group] = grouped(world)
+    assert (group.state, group.usable, group.members[0].staleness) == ("dropped", (), 2)
+    [group] = grouped(slow_reader(limit | {"stale": "mark"}, _v1_weights=served))
+    assert (group.state, len(group.usable), group.members[0].stale) == ("complete", 1, True)
+    adapter = AdaptersState(adapters=(AdapterState(name="r", version="9", versions=("7", "8", "9")),))
+    base = WeightsStatus(version="0", versions=("0",))
+    [group] = grouped(slow_reader(limit, _v1_weights=base, _v1_adapters=adapter))
+    assert group.members[0].staleness == 2
+    world = slow_reader(None)
+    assert [group.state for group in grouped(world)] == ["complete"]
+    assert not any("weights" in each for each in world.asked)
+
+
+def test_a_node_that_serves_nothing_judges_at_the_end() -> None:
+    [group] = grouped(slow_reader({"max_staleness": 1}))
+    assert (group.state, len(group.usable)) == ("complete", 1)

@@ -297,3 +297,28 @@ async def test_a_relative_state_folder_is_found_by_the_hosts(
     async with opened(Path()) as plane:
         await plane.adapters.serve_from_start({"a": "1"}, print)
         assert (await sampled_by(plane, "a")).startswith("a-")
+
+
+async def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+    """It would sample from a policy that nobody trains: its base was updated, or restored, since."""
+    step = tmp_path / "step-9"
+    shutil.copytree(TINY_MODEL, step)
+    own = packed(write_adapter(tmp_path / "own"))
+    by_folder = packed(write_adapter(tmp_path / "folder", base_model_name_or_path=str(step)))
+    by_version = packed(write_adapter(tmp_path / "version", base_model_name_or_path="9"))
+    unnamed = packed(write_adapter(tmp_path / "unnamed", base_model_name_or_path=None))
+    async with opened(tmp_path) as plane:
+        await plane.update("9", disk(step))
+        for number, body in enumerate((own, unnamed)):
+            answer = await send(plane, "a", f"a-{number}", body)
+            assert answer.status == 409, answer.text
+            assert "the node serves the weights '9'" in answer.text
+        for name, body in (("b", by_folder), ("c", by_version)):
+            assert (await send(plane, name, f"{name}-1", body)).status == 201
+            assert (await plane.node.call("DELETE", f"/v1/adapters/{name}")).status == 200
+        await plane.update("10", disk(TINY_MODEL))  # the node's own again
+        for name, body in (("b", by_folder), ("c", by_version)):
+            assert (await send(plane, name, f"{name}-2", body)).status == 409
+        assert (await send(plane, "a", "a-2", own)).status == 201
+        [state] = (await told(plane))["adapters"]
+        assert state["versions"] == ["a-2"]

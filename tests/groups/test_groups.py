@@ -9,6 +9,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_samples import make_trajectory
+from trainers_kit import one_row, two_rows
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
@@ -22,6 +23,7 @@ from polarnode.groups import (
     facts_of,
     group_json,
     judged,
+    judged_again,
     read_group,
     rows_of,
     stamped,
@@ -349,3 +351,60 @@ def test_a_session_that_the_machine_lost_stays_lost() -> None:
     lost = evolve(make_trajectory("s0", reward=None), outcome=LOST)
     before = judged(GroupSpec(), [facts_of(lost)], task_id="t", group_id="g")
     assert with_rewards(before.holding([lost]), [later("s0", 1.0)]).usable == ()
+
+
+# ── at delivery ───────────────────────────────────────────────────────────────
+
+
+def ended(*sessions: Trajectory, **spec: Any) -> Group:
+    """A group whose sessions ended when version 8 was served, the last that sampled a token of them."""
+    known = [evolve(each, staleness=1) for each in sessions]
+    whole = judged(GroupSpec(**spec), [facts_of(each) for each in known], task_id="t", group_id="g")
+    return whole.holding(known)
+
+
+def test_a_slow_readers_group_is_stale() -> None:
+    """Its oldest trained token is of version 7."""
+    whole = ended(one_row(), one_row(sample_index=1), max_staleness=1)
+    assert judged_again(whole, [["6", "7", "8"]]) == whole
+    later = judged_again(whole, [["6", "7", "8", "9"]])
+    assert [(each.staleness, each.stale, each.usable) for each in later.members] == [(2, True, False)] * 2
+    assert (later.state, later.usable) == ("dropped", ())
+    assert later.members[0].why == "stale: 2 weight updates behind, 1 are allowed"
+    assert rows_of([whole], served=("7", "8", "9")) == ()
+    assert len(rows_of([whole], served=("7", "8"))) == len(rows_of([whole])) == 2
+
+
+def test_a_stale_group_is_marked_where_its_task_says_so() -> None:
+    whole = ended(one_row(), two_rows(sample_index=1), max_staleness=1, stale="mark")
+    later = judged_again(whole, [["7", "8", "9", "10"]])
+    assert [(each.staleness, each.stale, each.usable) for each in later.members] == [(3, True, True)] * 2
+    assert (later.state, len(later.usable)) == ("complete", 2)
+
+
+def test_a_group_is_judged_by_what_its_task_asked() -> None:
+    """Also where it was read from an event, and by the versions of an adapter. Without a limit, from a journal that
+    did not keep it, or with versions that nobody knows, it stays as it is.
+    """
+    fresh = two_rows(sample_index=1)
+    fresh = evolve(fresh, traces=fresh.traces[1:])  # of version 8 alone
+    whole = ended(one_row(), fresh, max_staleness=1, min_usable=1)
+    again = read_group(group_json(whole), whole.trajectories)
+    assert again.requires == whole.requires
+    for one in (whole, again):
+        later = judged_again(one, [["base"], ["7", "8", "9"]])
+        assert [each.usable for each in later.members] == [False, True]
+        assert (later.state, later.reason) == (
+            "partial",
+            "some are missing: 1 of 2 sessions are usable (1 stale)",
+        )
+    assert judged_again(ended(one_row()), [["7", "8", "9"]]).members[0].staleness == 1
+    assert judged_again(whole, [["a", "b"]]) == whole
+    old: Any = {name: value for name, value in dict(group_json(whole)).items() if name != "requires"}
+    assert judged_again(read_group(old, whole.trajectories), [["7", "8", "9"]]).state == "complete"
+
+
+def test_no_member_becomes_fresher() -> None:
+    whole = ended(evolve(one_row(), staleness=1), max_staleness=1)
+    aged = evolve(whole, members=tuple(evolve(each, staleness=5) for each in whole.members))
+    assert judged_again(aged, [["7", "8"]]).members[0].staleness == 5

@@ -52,6 +52,7 @@ def test_a_rollout_that_looped_is_truncated_and_trained(found: Any) -> None:
     """verifiers counts as truncated only the limits whose names it knows."""
     looped = found["episodes"]["looped"]
     assert (looped["ok"], looped["truncated"]) == (True, ["max_turns", True])
+    assert found["episodes"]["late"]["truncated"] == ["max_turns", True]
     assert rows(looped) == rows(found["episodes"]["one"])
     assert found["episodes"]["one"]["truncated"][1] is False
 

@@ -19,12 +19,14 @@ from trainers_kit import group_of, no_row, one_row, two_rows
 from polarnode.client import ClientError, Event, Unreachable
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import Refused
-from polarnode.core.task import CarrySpec
-from polarnode.groups import Group
+from polarnode.core.task import CarrySpec, GroupSpec
+from polarnode.groups import Group, facts_of, judged
 from polarnode.integrations.rollout_tasks import (
+    WHOLE_GROUPS,
     NodeRollouts,
     PluginSettings,
     SessionLost,
+    only,
     plugin_settings,
     rollout_groups,
     task_of,
@@ -166,6 +168,41 @@ def test_a_row_that_is_no_task_is_refused(row: dict[str, Any], template: Any, pa
     with pytest.raises(Refused) as refused:
         task_of(PluginSettings(template=template), row)
     assert refused.value.path == path
+
+
+@pytest.mark.parametrize("group", [{"drop_uniform_reward": True}, {"early_stop_min": 4}, {"min_usable": 2}])
+def test_settings_of_groups_need_a_group(group: dict[str, Any]) -> None:
+    """Where a sample is a task of its own they would do nothing, or drop every sample."""
+    settings = PluginSettings(template={**HARNESS, "group": group})
+    [name] = group
+    with pytest.raises(
+        Refused, match=rf"group.{name} cannot do what it says.*Leave it out, and let"
+    ) as error:
+        task_of(settings, {"prompt": "x"})
+    assert error.value.path == f"$.group.{name}"
+    instead = dict.fromkeys(WHOLE_GROUPS, "use the trainer's own")
+    with pytest.raises(Refused, match="and use the trainer's own"):
+        task_of(settings, {"prompt": "x"}, samples=4, instead=instead)
+    assert getattr(task_of(settings, {"prompt": "x"}, samples=4).group, name) == group[name]
+    # an evaluation wants every result
+    assert task_of(settings, {"prompt": "x"}, evaluation=True, instead=instead).group == GroupSpec()
+    allowed = {"group": {"min_usable": 1, "drop_uniform_reward": False, "max_staleness": 1}}
+    assert task_of(PluginSettings(template=HARNESS | allowed), {"prompt": "x"}).group.max_staleness == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (GroupSpec(max_staleness=0), "is not usable: stale: 1 weight updates behind"),
+        (GroupSpec(drop_uniform_reward=True), "was dropped: uniform reward"),
+    ],
+)
+def test_only_gives_no_session_that_its_task_forbids(spec: GroupSpec, why: str) -> None:
+    session = evolve(one_row(), staleness=1)
+    group = judged(spec, [facts_of(session)], task_id="t", group_id="g").holding([session])
+    with pytest.raises(SessionLost, match=why):
+        only(group)
+    assert only(evolve(group, state="complete", members=())) == session
 
 
 def test_a_tree_is_refused_where_the_trainer_has_flat_groups() -> None:

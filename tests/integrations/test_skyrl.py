@@ -42,6 +42,31 @@ def test_a_lost_session_moves_no_baseline(made: dict[str, Any]) -> None:
     assert first == -second > 0
 
 
+def test_a_lone_survivor_has_advantage_zero(made: dict[str, Any]) -> None:
+    """SkyRL takes the reward itself where a trajectory has no other: beside it stands a masked row of its reward."""
+    lone, evaluated, row = made["lone"]
+    assert lone["ids"] == ["10_0", "10_2", "10_2"]
+    assert (lone["rewards"], lone["trained"]) == ([1.0, 1.0, 1.0], [0, 2, 1])
+    assert lone["advantages"] == [[], [0.0], [0.0]]
+    assert evaluated["ids"] == ["10_2", "10_2"]  # an evaluation counts what was scored
+    assert row["advantages"] == [[], [], [0.0]]
+
+
+def test_the_node_masks_what_a_budget_ended(made: dict[str, Any]) -> None:
+    plain, masked = made["truncated"]
+    assert plain["stops"] == masked["stops"] == ["stop", "length"]
+    assert (plain["trained"], masked["trained"]) == ([5, 5], [5, 0])
+
+
+def test_settings_of_skyrls_generator_are_refused(made: dict[str, Any]) -> None:
+    overlong, zero, replace, filtered = made["unused"]
+    assert "generator.apply_overlong_filtering would do nothing" in overlong
+    assert "polarnode.mask_truncated=true" in overlong
+    assert "generator.zero_reward_on_non_stop would do nothing" in zero
+    assert "use type=filter" in replace
+    assert filtered == ""
+
+
 def test_each_steps_weights_go_to_the_node(made: dict[str, Any]) -> None:
     said = made["weights"]
     assert said["exported"] == ["policy", "tokenizer"]

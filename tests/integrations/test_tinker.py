@@ -33,8 +33,20 @@ def test_tinkers_adapter_itself_is_served_and_samples_what_the_tasks_name(looped
     assert len(found["steps"]) == 2
     assert max(step["worst"] for step in found["steps"]) < 1e-4
     assert [version.rpartition("-")[2] for version in found["versions"]] == ["0", "1", "2"]
-    assert [path.removeprefix("tinker://run/") for path in found["saved"]] == found["versions"]
+    assert [path.removeprefix("tinker://run/external_weights/") for path in found["saved"]] == found[
+        "versions"
+    ]
     assert set(found["adapters"]) == {"words"}
+
+
+def test_the_cookbook_fetches_no_samplers_checkpoint(looped: Any) -> None:
+    """tinker-cookbook 0.6.1: why `adapter_weights` saves an export."""
+    assert "save_weights_external() instead" in looped["refused"]
+
+
+def test_a_flat_batch_takes_no_step(looped: Any) -> None:
+    """Rewards that are all equal, and the only session that is left: the weights before are served, and stay."""
+    assert looped["flat"] == {"rewards": [1.0, 1.0], "moved": [0], "taught": []}
 
 
 def test_an_adapter_that_no_task_names_is_refused() -> None:

@@ -43,7 +43,7 @@ UNUSED = (
     "ring_flash_attn",
 )
 PEFT_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-TASKS = ("one", "two", "sliced", "zero", "unscored", "lost", "wrong", "taught", "looped")
+TASKS = ("one", "two", "sliced", "zero", "unscored", "lost", "wrong", "taught", "looped", "late")
 
 
 def sliced(**more: Any) -> Trajectory:
@@ -59,6 +59,7 @@ SESSIONS = {
     "two": two_rows(session_id="two", reward=0.25, lineage_rewards={1: 0.0}),
     "sliced": sliced(session_id="sliced", reward=0.5),
     "zero": one_row(session_id="zero", reward=0.0),
+    "late": evolve(one_row(session_id="late"), outcome=Outcome(status="timeout", clock="run")),
     "looped": evolve(one_row(session_id="looped"), outcome=Outcome(status="timeout", clock="repeats")),
     "taught": taught(one_row(session_id="taught")),
     "unscored": no_row(session_id="unscored", status="failed"),

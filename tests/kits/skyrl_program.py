@@ -26,7 +26,7 @@ from verl_program import Plain, methods
 
 from polarnode.core.errors import Refused
 from polarnode.core.task import GroupSpec
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups import Group, facts_of, judged
 from polarnode.integrations.rollout_tasks import PluginSettings
 from polarnode.node.config import TINY_MODEL
@@ -101,7 +101,9 @@ def nodes(groups: dict[str, list[Trajectory]], specs: list[Any]) -> Any:
     return Node
 
 
-def generated(plug: Any, groups: dict[str, list[Trajectory]], step_wise: bool) -> dict[str, Any]:
+def generated(
+    plug: Any, groups: dict[str, list[Trajectory]], step_wise: bool, *, phase: str = "train", **how: Any
+) -> dict[str, Any]:
     """What the generator gives for the groups, by SkyRL's own validation; and its trainer's advantages."""
     identity = sys.modules["skyrl.train.generators.base"].TrajectoryID
     ids = [identity(name, place) for name, group in groups.items() for place in range(len(group))]
@@ -111,11 +113,12 @@ def generated(plug: Any, groups: dict[str, list[Trajectory]], step_wise: bool) -
         "env_extras": [{"extra_info": {"polarnode": '{"budgets": {"max_turns": 3}}'}}] * len(ids),
         "sampling_params": {"temperature": 0.7, "top_k": -1, "max_tokens": 64, "logprobs": 0},
         "trajectory_ids": ids,
+        "batch_metadata": SimpleNamespace(global_step=1, training_phase=phase),
     }
     specs: list[Any] = []
     plug.NodeRollouts = nodes(groups, specs)
     settings = PluginSettings(template={"harness": {"name": "pi"}})
-    generator = plug.PolarnodeGenerator(settings, step_wise=step_wise, placeholder=0)
+    generator = plug.PolarnodeGenerator(settings, step_wise=step_wise, placeholder=0, **how)
     output = asyncio.run(generator.generate(batch))
     checks = taken(
         TRAIN + "utils/trainer_utils.py", "validate_generator_output", "_validate_step_wise_fields",
@@ -126,6 +129,7 @@ def generated(plug: Any, groups: dict[str, list[Trajectory]], step_wise: bool) -
     return {
         "ids": [each.to_string() for each in output["trajectory_ids"]],
         "rewards": output["rewards"],
+        "stops": output["stop_reasons"],
         "trained": [sum(mask) for mask in output["loss_masks"]],
         "advantages": advantages(output, step_wise),
         "metrics": output["rollout_metrics"],
@@ -220,6 +224,32 @@ def settings_of(plug: Any, rank: int, strategy: str) -> Any:
         return str(error)
 
 
+def unused(plug: Any) -> list[str]:
+    """Why a run is refused whose settings SkyRL's own generator would follow."""
+    said = []
+    for generator, kind in (
+        ("apply_overlong_filtering", None),
+        ("zero_reward_on_non_stop", None),
+        ("", "replace"),
+        ("", "filter"),
+    ):
+        lora = SimpleNamespace(model=SimpleNamespace(lora=SimpleNamespace(rank=0)))
+        cfg = SimpleNamespace(
+            polarnode={"folder": "/steps", "mask_truncated": True},
+            generator=SimpleNamespace(**{generator: True}) if generator else SimpleNamespace(),
+            trainer=SimpleNamespace(
+                placement=SimpleNamespace(colocate_all=False), strategy="fsdp", policy=lora,
+                algorithm=SimpleNamespace(dynamic_sampling=SimpleNamespace(type=kind)),
+            ),
+        )  # fmt: skip
+        try:
+            plug.read_settings(cfg)
+            said.append("")
+        except Refused as error:
+            said.append(str(error))
+    return said
+
+
 def weights(plug: Any) -> dict[str, Any]:
     """The trainer's hook: what its dispatch exports goes to the node."""
     found: dict[str, Any] = {}
@@ -265,7 +295,17 @@ def main() -> None:
         "10": of("10", one_row(reward=1.0), one_row(reward=0.0), lost),
         "11": of("11", one_row(reward=0.5), one_row(reward=0.5), one_row(reward=-1.0)),
     }
+    over = evolve(one_row(reward=0.0), outcome=Outcome(status="timeout", clock="run"))
+    alone = {"10": of("10", lost, lost, two_rows(reward=1.0), lost)}
+    ended = {"10": of("10", one_row(reward=1.0), over)}
     said = {
+        "lone": [
+            generated(plug, alone, True),
+            generated(plug, alone, True, phase="eval"),
+            generated(plug, {"10": of("10", lost, lost, one_row(reward=1.0))}, False),
+        ],
+        "truncated": [generated(plug, ended, True, mask_truncated=mask) for mask in (False, True)],
+        "unused": unused(plug),
         "step_wise": generated(plug, several, True),
         "rows": generated(plug, single, False),
         "weights": weights(plug),

@@ -11,17 +11,19 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import asdict
 from sampling_node import StandIn
 from trainers_kit import group_of, make_turn, no_row, one_row, publish, taught, two_rows
+from trainers_program import taken as cut
 
 from polarnode.integrations import tinker as plugin
 from polarnode.integrations.rollout_tasks import PluginSettings
 
 ORACLES = Path(sys.prefix) / "oracles"
+COOKBOOK = "tinker_cookbook/weights/"
 
 
 def taken(name: str, *arguments: Any) -> None:
@@ -70,9 +72,13 @@ class Cloud:
         )
         return SimpleNamespace(result=lambda: found)
 
+    def save_weights_external(self, name: str, ttl_seconds: int | None = None) -> Any:
+        taken("save_weights_external", name, ttl_seconds)
+        assert ttl_seconds is None or ttl_seconds >= 3600  # Tinker refuses less
+        return SimpleNamespace(result=lambda: SimpleNamespace(path=f"tinker://run/external_weights/{name}"))
+
     def save_weights_for_sampler(self, name: str) -> Any:
-        taken("save_weights_for_sampler", name)
-        return SimpleNamespace(result=lambda: SimpleNamespace(path=f"tinker://run/{name}"))
+        return SimpleNamespace(result=lambda: SimpleNamespace(path=f"tinker://run/sampler_weights/{name}"))
 
     def optim_step(self, optim_params: Any) -> Any:
         from tinker.types import AdamParams
@@ -109,23 +115,75 @@ def looped(folder: str, *, served: bool) -> Any:
     return {"steps": [asdict(step) for step in steps], "taught": cloud.taught, "tasks": node.tasks}
 
 
+def cookbook_download(saved: list[str], fetched: Any) -> Any:
+    """tinker-cookbook's `download`: which checkpoints it refuses, and which it fetches. What it fetches of an export is
+    written by `fetched`, and of a training checkpoint nothing is: none is asked for.
+    """
+    import tinker
+
+    def external(client: Any, path: str, output: Path) -> None:
+        saved.append(path)
+        fetched(str(output))
+
+    session = SimpleNamespace(close=lambda status: SimpleNamespace(result=lambda: None))
+    stand_in = SimpleNamespace(
+        ParsedCheckpointTinkerPath=tinker.ParsedCheckpointTinkerPath,
+        ServiceClient=lambda: session,
+        RestClient=lambda: None,
+    )
+    return cut(
+        COOKBOOK + "_download.py", "download", tinker=stand_in, WeightsDownloadError=PermissionError,
+        Path=Path, Literal=Literal, logger=None, _download_external_weights=external, late=True,
+    )["download"]  # fmt: skip
+
+
+def refused_checkpoint() -> str:
+    """What the cookbook says of a sampler's checkpoint, which this plug-in saved before."""
+    try:
+        cookbook_download([], None)(tinker_path="tinker://run/sampler_weights/0", output_dir="/nowhere")
+    except PermissionError as error:
+        return str(error)
+    return ""
+
+
+def flat(folder: str) -> Any:
+    """The loop where all sessions of a group have one reward, or none is left to compare with."""
+    cloud = Cloud(folder)
+    moved: list[int] = []
+    cloud.optim_step = lambda params: moved.append(1)  # type: ignore[method-assign, assignment]
+    alike = [[one_row(reward=1.0), two_rows(sample_index=1, reward=1.0)], [one_row(reward=1.0)]]
+    plugin.rollout_groups = lambda settings, specs: [  # type: ignore[assignment]
+        group_of(*alike.pop(0), lost=[no_row(sample_index=2)])
+    ]
+    steps = plugin.train(
+        cloud,
+        [{"prompt": "a task"}],
+        weights=lambda client, step: moved.append(step),
+        steps=2,
+        prompts=1,
+        settings=PluginSettings(template={"harness": {"name": "pi"}}),
+    )
+    return {"rewards": [step.reward for step in steps], "moved": moved, "taught": cloud.taught}
+
+
 def adapted(folder: str) -> Any:
-    """The loop with `adapter_weights`. The cookbook's two functions are stand-ins: Tinker's archive is PEFT's folder
-    here, and what `build_lora_adapter` writes is the same.
+    """The loop with `adapter_weights`. `download` is the cookbook's own, but for what it fetches; `build_lora_adapter`
+    has its parameters, and what it writes is what was fetched: Tinker's export is PEFT's folder here.
     """
     from tinker.types import AdamParams
 
     node, cloud = StandIn(folder), Cloud(folder, lora=True)
+    signature = inspect.signature(
+        cut(COOKBOOK + "_adapter.py", "build_lora_adapter", late=True)["build_lora_adapter"]
+    )
     plugin.rollout_groups = node.groups  # type: ignore[assignment]
     plugin.PolarnodeClient = lambda *_, **__: node  # type: ignore[assignment, misc]
     saved: list[str] = []
 
-    def download(*, tinker_path: str, output_dir: str) -> str:
-        saved.append(tinker_path)
-        cloud.model.save_pretrained(output_dir)
-        return output_dir
+    download = cookbook_download(saved, cloud.model.save_pretrained)
 
     def build_lora_adapter(*, base_model: str, adapter_path: str, output_path: str) -> None:
+        signature.bind(base_model=base_model, adapter_path=adapter_path, output_path=output_path)
         assert (base_model, Path(output_path).exists()) == (folder, False)
         shutil.copytree(adapter_path, output_path)
 
@@ -182,6 +240,8 @@ def main() -> None:
         "adapted": adapted(folder),
         "shapes": shapes(),
         "distilled": distilled(),
+        "flat": flat(folder),
+        "refused": refused_checkpoint(),
     }
     json.dump(answer, output)
 

@@ -30,6 +30,7 @@ from polarnode.trainers import (
     trl,
     verl,
 )
+from polarnode.trainers.rows import rows_of
 
 SESSION = one_row()
 
@@ -638,3 +639,59 @@ def test_the_rows_of_a_session_have_its_reward_and_the_same_fields() -> None:
         assert set(rows[0]) == set(rows[1])
         assert [row["extra_fields"]["polarnode"]["lineage_reward"] for row in rows][1] == 5.0
     assert [row["reward_score"] for row in verl.agent_loop_outputs(partly)] == [0.5, 0.5]
+
+
+# ── truncation ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("clock", ["turns", "tokens", "run", "repeats"])
+def test_a_budget_truncates_in_every_format(clock: Any) -> None:
+    """Though the session's last answer was whole, so that its last token ends it."""
+    session = one_row(outcome=Outcome(status="timeout", clock=clock))
+    assert session.traces[0].finish_reason == "stop"
+    assert said_truncated(session) == [True] * 9
+    assert said_truncated(one_row()) == [False] * 9
+
+
+def test_a_cut_answer_truncates_in_every_format() -> None:
+    first = make_turn(0, None, [10, 11, 12], [20, 21])
+    cut = publish([first, make_turn(1, first, [13], [22, 23], finish_reason="length")])
+    assert cut.outcome.status == "completed"
+    assert said_truncated(cut) == [True] * 9
+    failed = evolve(cut, outcome=Outcome(status="failed"))
+    assert slime.samples(failed)[0]["status"] == "truncated"
+
+
+def said_truncated(session: Trajectory) -> list[bool]:
+    """What each format says of a session of one row."""
+    output = trl.rollout_output([session])
+    marked = atropos.scored_data([session], mask_truncated=True)["overrides"]
+    return [
+        # TRL 1.16: `ids[-1] not in eos_and_pad`, of which the last token of the first answer is one
+        output["completion_ids"][0][-1] not in {session.traces[0].token_ids[4], 24},
+        slime.samples(session)[0]["status"] == "truncated",
+        miles.samples(session)[0]["status"] == "truncated",
+        skyrl.generator_output([session])["stop_reasons"] == ["length"],
+        verl.agent_loop_outputs(session)[0]["extra_fields"]["polarnode"]["truncated"],
+        areal.tensors(session)[0]["truncated"] == [True],
+        nemo_rl.results(session)[0]["full_result"]["truncated"],
+        marked == [{"set_advantage_to_zero": True}],
+        rows_of(session)[0].truncated,
+    ]
+
+
+def test_a_completion_ends_as_trl_reads_it() -> None:
+    """With the trainer's own ids of tokens that end: a whole session has one last, a truncated one none. What is
+    added is not trained.
+    """
+    whole, over = one_row(), one_row(outcome=Outcome(status="timeout", clock="run"))
+    ids = trl.rollout_output([whole])["completion_ids"][0]
+    assert trl.rollout_output([whole], ends=(24,))["completion_ids"] == [ids]
+    assert trl.rollout_output([over], ends=(99,))["completion_ids"] == [ids]
+    for session, ends, ended in ((whole, (99, 98), True), (over, (24, 99), False)):
+        output = trl.rollout_output([session], ends=ends)
+        [found], [mask], [logprobs] = output["completion_ids"], output["env_mask"], output["logprobs"]
+        assert (found[:-1], found[-1] in ends, mask[-1], logprobs[-1]) == (ids, ended, 0, 0.0)
+        assert len(mask) == len(logprobs) == len(found)
+        group = trl.rollout_members(group_of(session), absent=Absent(token_id=0), ends=ends)
+        assert group["completion_ids"] == [found]

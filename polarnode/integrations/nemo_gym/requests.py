@@ -178,6 +178,7 @@ OURS: Final = (
 OWN_GROUPS: Final[Mapping[str, str]] = {
     "drop_uniform_reward": "set grpo.use_dynamic_sampling: true in NeMo RL",
     "early_stop_min": "set grpo.num_generations_per_prompt to the samples wanted; NeMo RL waits for them all",
+    "max_staleness": "set grpo.async_grpo.max_trajectory_age_steps in NeMo RL",
     "min_usable": "look at the masked samples in NeMo RL's metrics; it has no such minimum",
 }
 
