@@ -244,8 +244,8 @@ def _last_token(row: TrainedRow, ends: Collection[int]) -> int | None:
         ending = {int(row.tokens[span.end - 1]) for span in whole}
     if last not in ending:
         return None
-    own: list[int] = row.tokens.tolist()
-    return next(token for token in (*own, *range(len(ending) + 1)) if token not in ending)
+    tokens: list[int] = [*row.tokens.tolist(), *range(len(ending) + 1)]
+    return next(token for token in tokens if token not in ending)
 
 
 def _placeholder(absent: Absent) -> dict[str, Any]:
