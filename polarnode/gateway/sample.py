@@ -49,6 +49,9 @@ class AnswerParser(Protocol):
     def calls(self) -> int: ...
 
     @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    @property
     def thought_end(self) -> int | None: ...
 
     def feed(self, ids: "array[int]", logprobs: tuple[TokenLogprob, ...] = (), /) -> list[Delta]: ...
@@ -255,6 +258,7 @@ def _notes(sample: Sample) -> Iterator[str]:
     if rendered.close_length:
         yield f"closed: the first {rendered.close_length} ids end the parent's cut sample"
     yield from rendered.notes
+    yield from _first(sample.parser.notes)
     if request.conversation.tool_choice != "auto":
         yield f"tool_choice {request.conversation.tool_choice!r} was asked: nothing makes the model obey it"
     yield from _first(request.notes)

@@ -23,7 +23,8 @@ from polarnode.core.ports import Tokenizer
 
 # text: visible. thinking, call: between their marks. between: inside a section of calls, where only calls
 # count. header: Harmony's, from a message's start to its `message` mark; what it says decides what follows.
-Mode = Literal["text", "thinking", "call", "between", "header"]
+# draft: from a call's opening tag inside a thought, which is a call only if the thought is never closed.
+Mode = Literal["text", "thinking", "call", "between", "header", "draft"]
 
 CallSyntax = Literal[
     "none",  # no tool calls: no marks, and the template shows no tools
@@ -40,6 +41,11 @@ CallSyntax = Literal[
     "braces",  # call:name{key:value}, strings between marks of their own
     "harmony",  # the name stands in the header, the arguments are the message
 ]
+
+
+# Where a call's opening tag begins a call in a thought that is never closed, as the parsers read it with
+# which the model is deployed: the guard is that the tag begins a line, and Kimi's tag is never prose.
+CallInThought = Literal["never", "line", "anywhere"]
 
 
 @frozen(kw_only=True)
@@ -85,7 +91,8 @@ class Family:
     its arguments. `manner` is how its template wants messages; `known_differences` names cases of the audit
     where a turn's extension differs from a full render through a fault of the family's own template, with the
     reason; `refuses` says what its template cannot be asked. `think_label` is the text after `think_open`
-    that is not part of the thought (Gemma 4 writes "thought" and a newline).
+    that is not part of the thought (Gemma 4 writes "thought" and a newline). `call_in_thought` says which
+    opening tags begin a call in a thought that the model never closes.
     """
 
     name: str
@@ -104,6 +111,7 @@ class Family:
     separator: int | None = None
     harmony: HarmonyMarks | None = None
     call_syntax: CallSyntax = "json"
+    call_in_thought: CallInThought = "never"
     manner: Manner = Manner()
     known_differences: Mapping[str, str] = field(factory=dict)
     refuses: Mapping[str, str] = field(factory=dict)
@@ -117,13 +125,25 @@ class Family:
         match mode:
             case "text" | "between":
                 return self._opened(mode, token)
-            case "thinking":
+            case "thinking" | "draft":
                 return "text" if token == self.think_close else mode
             case "call":
                 closed: Mode = "text" if self.section_open is None else "between"
                 return closed if token == self.call_close else mode
             case "header":
                 return mode
+
+    @property
+    def call_end(self) -> int | None:
+        """The id that ends a call, where it is no stop id."""
+        return self.call_close if self.harmony is None else self.harmony.end
+
+    @property
+    def draft_start(self) -> int | None:
+        """The id that begins a call in a thought that is never closed; None where none does."""
+        if self.call_in_thought == "never":
+            return None
+        return self.call_open if self.section_open is None else self.section_open
 
     def _opened(self, mode: Mode, token: int) -> Mode:
         if token == self.call_open:
@@ -166,6 +186,7 @@ class FamilyRow:
     separator: str | None = None
     harmony: Mapping[str, str] | None = None
     syntax: CallSyntax = "none"
+    call_in_thought: CallInThought = "line"
     manner: Manner = _EITHER
     known_differences: Mapping[str, str] = field(factory=dict)
     refuses: Mapping[str, str] = field(factory=dict)
@@ -343,6 +364,7 @@ ROWS: Final = (
         section=_SECTION,
         separator=_SEP,
         syntax="fenced",
+        call_in_thought="never",
         manner=Manner(arguments="text"),
         known_differences={"tool": _ONCE, "two tool": _ONCE, "tool and user": _ONCE},
     ),
@@ -358,6 +380,7 @@ ROWS: Final = (
         section=_SECTION,
         separator=_SEP,
         syntax="separated",
+        call_in_thought="never",
         manner=Manner(arguments="text"),
     ),
     FamilyRow(
@@ -394,6 +417,7 @@ ROWS: Final = (
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         separator="<|tool_call_argument_begin|>",
         syntax="numbered",
+        call_in_thought="anywhere",
         manner=Manner(arguments="either", model_call_ids=True),
     ),
     FamilyRow(
@@ -434,6 +458,7 @@ ROWS: Final = (
         think_label="thought\n",
         call=("<|tool_call>", "<tool_call|>"),
         syntax="braces",
+        call_in_thought="never",
         manner=Manner(),
     ),
 )
@@ -582,6 +607,7 @@ def _family(row: FamilyRow, tokenizer: Tokenizer) -> Family:
             else HarmonyMarks(**{name: number[text] for name, text in row.harmony.items()})
         ),
         call_syntax=row.syntax,
+        call_in_thought=row.call_in_thought if row.think and row.call else "never",
         manner=row.manner,
         known_differences=row.known_differences,
         refuses=row.refuses,

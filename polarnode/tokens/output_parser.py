@@ -29,6 +29,8 @@ from polarnode.core.conversation import (
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.families import Family, HarmonyMarks, Mode
 from polarnode.tokens.syntax import READERS, harmony
+from polarnode.tokens.syntax.call_ends import CallEnds, Close, CloseKind
+from polarnode.tokens.syntax.call_faults import UNENDED, fault_of
 from polarnode.tokens.syntax.json_calls import Begun
 from polarnode.tokens.tool_calls import SPACE, CallBody, ReadCall, Region
 
@@ -213,7 +215,8 @@ class Writing:
     mode: Mode
     flow: Flow
     calls: int = field(default=0, init=False)
-    malformed_calls: int = field(default=0, init=False)
+    faults: list[str] = field(factory=list, init=False)  # why calls could not be read, one for each
+    cut: bool = field(default=False, init=False)  # whether the answer ended inside a call, which is not shown
     model_call_ids: list[str] = field(factory=list, init=False)
     _tokenizer: Tokenizer
     _tools: tuple[Tool, ...]
@@ -226,7 +229,16 @@ class Writing:
     )  # what may stand at the head of a thought without being part of it
     # whether the next text or thought is of another message than the one before
     _new_message: bool = field(default=False, init=False)
+    # where the call being written may end
+    _ends: CallEnds = field(init=False, default=Factory(lambda self: self._call_ends(0), takes_self=True))
+    _final: bool = field(
+        default=False, init=False
+    )  # whether the call is a message on Harmony's final channel
+    at_line_start: bool = field(default=True, init=False)  # of a thought: a call may begin here
     _begun: Begun | None = field(init=False, default=Factory(lambda self: self._beginning(), takes_self=True))
+
+    def _call_ends(self, readings: int) -> CallEnds:
+        return CallEnds(syntax=self.family.call_syntax, control=self._tokenizer.control, readings=readings)
 
     def _beginning(self) -> Begun | None:
         """The parser of an answer that may still be a call without marks."""
@@ -259,13 +271,19 @@ class Writing:
                 if not self._begun.goes_on(text):
                     self._let_go()
             case "text" | "thinking" as kind:
+                self.at_line_start = text.endswith("\n") if text else self.at_line_start
                 self._emit(kind, text, logprobs)
+            case "draft":  # its ids are read again once it is known what they are
+                pass
 
     def mark(self, token: int, logprobs: _LogprobList) -> None:
         """A token that is no text here: it changes the mode, or is kept apart inside a call or a header."""
         text = self._tokenizer.token_bytes(token).decode(errors="replace")
         if self.family.harmony is not None:
             self._mark_of_harmony(token, text, logprobs, self.family.harmony)
+        elif token == self.family.call_close and self.mode != "call":
+            self.faults.append(f"{text} without a call before it")
+            self.text(text, logprobs)
         elif self.family.after(self.mode, token) == self.mode:
             self._region.add(text, logprobs, mark=True)
         else:
@@ -277,18 +295,85 @@ class Writing:
         """
         match self.mode:
             case "call":
-                if clean and (self.family.harmony is not None or self.family.call_close is None):
+                if clean and self._ends_with_turn:
                     return not self._end_call("", [])
-                self._give_back()
-                return True
+                return self._end_open_call(clean=clean)
             case "header" if not harmony.is_message_start(self._region.text):
+                if not clean and harmony.speaks_to(self._region.text):
+                    self._cut_off()
+                    return False
                 self._show_header()
                 return True
             case "text" if self._begun is not None and clean and (read := self._read_calls(0)) is not None:
                 self._show_calls(read)
+            case "text" if self._begun is not None and self._begun.called and not clean:
+                self._cut_off()
             case _:
                 self._let_go()
         return False
+
+    @property
+    def _ends_with_turn(self) -> bool:
+        """Whether the end of a turn ends a call too."""
+        return self.family.harmony is not None or self.family.call_close is None
+
+    def _end_open_call(self, *, clean: bool) -> bool:
+        """End a call that has no end: malformed where the model ended its turn, not shown where the turn was
+        cut. Returns whether it is shown.
+        """
+        if clean or self._final:
+            self._give_back(UNENDED)
+            return True
+        self._cut_off()
+        return False
+
+    def _cut_off(self) -> None:
+        """Drop what was written of a call: half a call is no text to its reader."""
+        self.cut = True
+        self._region.clear()
+
+    # ── marks that may be data ──
+
+    def close_kind(self) -> CloseKind:
+        """What a closing mark means now, inside a call."""
+        return self._ends.kind(self._region, lambda: self._read_calls(self._body_at))
+
+    def keep_close(self, token: int, logprobs: _LogprobList, *, kept: int, whole: bool) -> None:
+        """Go on with the call after a closing mark that may be data. `kept`: how many ids are kept to be read
+        again, with this one.
+        """
+        text = self._tokenizer.token_bytes(token).decode(errors="replace")
+        self._ends.keep(Close(self._region.spot, kept, text, tuple(logprobs)), whole=whole)
+        self._region.add(text, logprobs, mark=True)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the call that is held back can be read as it stands."""
+        return self.mode == "call" and self._read_calls(self._body_at) is not None
+
+    @property
+    def inside_call(self) -> bool:
+        """Whether a call is open that cannot end here."""
+        return self.mode == "call" and self._ends.whole is None
+
+    @property
+    def whole_calls(self) -> int:
+        """How many calls are whole that may still turn out to go on."""
+        return 0 if self.mode != "call" or self._ends.whole is None else len(self._ends.read)
+
+    def settle(self) -> int:
+        """End the call where it can be read last, or show it up to its first closing mark. Returns how many
+        of the kept ids belong to it.
+        """
+        close = self._ends.whole or self._ends.first
+        if close is None:
+            return 0
+        self._region.back(close.spot)
+        self._end_call(close.text, list(close.logprobs))
+        harmony, section = self.family.harmony, self.family.section_open
+        self.mode = "text" if harmony is None and section is None else "between"
+        self._new_message = self._new_message or harmony is not None
+        return close.kept
 
     # ── marks ──
 
@@ -300,9 +385,11 @@ class Writing:
             self._let_go()
         self.mode = after
         if after == "call":
+            self._ends = self._call_ends(self._ends.readings)
             self._region.add(mark, logprobs, mark=True)
             self._body_at = len(mark)
         elif after == "thinking":
+            self.at_line_start = True
             self._label = self.family.think_label
 
     def _mark_of_harmony(self, token: int, text: str, logprobs: _LogprobList, marks: HarmonyMarks) -> None:
@@ -338,9 +425,13 @@ class Writing:
         if header is None:
             self._show_header()
             return
-        self.mode, self._body_at = header.mode, 0
+        self.mode, self._body_at, self._final = header.mode, 0, header.final
+        self._ends = self._call_ends(self._ends.readings)
         if header.mode != "call":
             self._region.clear()
+        elif header.final:  # if its message is no call, that is what the model says to the user
+            self._region.hide()
+            self._region.logprobs.clear()
 
     # ── what is held back ──
 
@@ -352,15 +443,20 @@ class Writing:
             control=self._tokenizer.control, separator=separator.decode(errors="replace"), start=start
         )
 
+    def _read(self, body: CallBody) -> tuple[ReadCall, ...] | None:
+        return READERS[self.family.call_syntax](body, self._tools)
+
     def _read_calls(self, start: int) -> tuple[ReadCall, ...] | None:
-        return READERS[self.family.call_syntax](self._body(start), self._tools)
+        return self._read(self._body(start))
 
     def _end_call(self, close: str, logprobs: _LogprobList) -> bool:
         """Read the call that is held back; a call that cannot be read becomes visible text, as sampled."""
         read = self._read_calls(self._body_at)
         if read is None:
-            self._region.add(close, logprobs)
-            self._give_back()
+            why = fault_of(self._body(self._body_at), self.family.call_syntax)
+            if not self._final:
+                self._region.add(close, logprobs)
+            self._give_back(why)
             return False
         self._show_calls(read)
         return True
@@ -372,15 +468,16 @@ class Writing:
             self.model_call_ids += [] if call.model_id is None else [call.model_id]
         self._region.clear()
 
-    def _give_back(self) -> None:
-        self.malformed_calls += 1
+    def _give_back(self, why: str) -> None:
+        self.faults.append(why)
         self._show_region()
 
     def _show_header(self) -> None:
         """Show a header that cannot be read, or has no message, as text; one with a recipient counts as
         a malformed call.
         """
-        self.malformed_calls += harmony.speaks_to(self._region.text)
+        if harmony.speaks_to(self._region.text):
+            self.faults.append("the header that names its recipient can not be read")
         self.mode = "text"
         self._show_region()
 
@@ -396,7 +493,8 @@ class Writing:
             if self._region.text != label.rstrip(SPACE):
                 self._emit("thinking", self._region.text, [])
         elif self.mode == "text" and self._begun is not None:
-            self.malformed_calls += self._begun.called
+            if self._begun.called:
+                self.faults.append(fault_of(self._body(0), self.family.call_syntax))
             self._begun = None
             self._show_region()
         self._region.clear()

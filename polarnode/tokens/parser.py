@@ -1,9 +1,14 @@
 """Sampled ids into text, thinking and tool calls, as they arrive.
 
 Marks are recognised by token id: a control string that the model spelled in ordinary tokens is text. A call
-that cannot be read is returned as the text it was sampled as, and counted. `watched` says which ids mean
-something in each parser state; `Family.after` or, for Harmony, the parser says what. Inside a call every
-control token is kept apart, because a tag is a tag only where it was sampled as one.
+that cannot be read is returned as the text it was sampled as, and counted; half a call at the end of a cut
+answer is not shown. `watched` says which ids mean something in each parser state; `Family.after` or, for
+Harmony, the parser says what. Inside a call every control token is kept apart, because a tag is a tag only
+where it was sampled as one.
+
+Two things are known only later: whether a closing mark ended its call (`syntax.call_ends`), and whether a
+call's opening tag in a thought began a call, which it did if the thought is never closed. The ids since then
+are kept, nothing of them is shown, and they are read again when it is known.
 
 Invariant: streamed and whole answers are the same, and nothing is encoded again.
 """
@@ -11,9 +16,11 @@ Invariant: streamed and whole answers are the same, and nothing is encoded again
 import codecs
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
+from polarnode.core.arrays import ids as ids_of
 from polarnode.core.conversation import Answer, Delta, FinishReason, TokenLogprob, Tool
 from polarnode.core.errors import Refused
 from polarnode.core.ports import Tokenizer
@@ -22,7 +29,11 @@ from polarnode.tokens.output_parser import Flow, TokenLogprobs, Writing
 
 # ── parser states ─────────────────────────────────────────────────────────────────────────────────
 
-_PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between")
+_PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between", "draft")
+# how often an answer's ids are read again because a closing mark was taken for data and was none: each time
+# costs what follows it, and an answer with more such marks is noise
+_READ_AGAIN: Final = 16
+_THOUGHT: Final[tuple[Mode, ...]] = ("thinking", "draft")
 
 
 def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[int]]:
@@ -38,11 +49,23 @@ def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[i
         family.section_open,
         family.section_close,
     )
-    found = {
+    found: dict[Mode, frozenset[int]] = {
         mode: stops.union(mark for mark in marks if mark is not None and family.after(mode, mark) != mode)
         for mode in _PLAIN
     }
-    return found | {"call": found["call"] | every, "header": stops}
+    # a closing mark without a call is counted, and a call's opening tag may end a thought
+    ends, starts = (
+        frozenset(mark for mark in one if mark is not None)
+        for one in ((family.call_close,), (family.draft_start,))
+    )
+    more: dict[Mode, frozenset[int]] = {
+        "text": found["text"] | ends,
+        "between": found["between"] | ends,
+        "thinking": found["thinking"] | starts,
+        "call": found["call"] | every,
+        "header": stops,
+    }
+    return found | more
 
 
 def _harmony(
@@ -53,6 +76,7 @@ def _harmony(
     return {
         "text": over,
         "thinking": over,
+        "draft": over,
         "call": over | every,
         "header": header,
         "between": stops | {marks.start, marks.channel},
@@ -70,26 +94,61 @@ class ParsedAnswer:
     deltas: tuple[Delta, ...]
 
 
+@define(eq=False)
+class _Kept:
+    """Ids that may be read again, with their logprobs where the deltas report them."""
+
+    ids: "array[int]" = field(factory=ids_of)
+    told: list[TokenLogprob] = field(factory=list)
+
+    def add(self, ids: Sequence[int], told: Sequence[TokenLogprob]) -> None:
+        self.ids.extend(ids)
+        self.told.extend(told)
+
+
+@define(eq=False, kw_only=True)
+class _Draft:
+    """The ids from a call's opening tag in a thought on. `trial` reads them as if the thought had ended
+    there; `closed` is the place of the first closing mark of the thought that is inside a call of theirs,
+    where it may be data.
+    """
+
+    trial: "Parser"
+    thinking_tokens: int  # before the tag
+    kept: _Kept = field(factory=_Kept)
+    closed: int | None = None
+
+    def add(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
+        self.kept.add(ids, told)
+        self.trial.feed(ids)
+
+
 @define(eq=False, init=False)
 class Parser:
     """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0; `tools` give
     the types of parameter values.
 
-    A thought or call extends to its closing mark or the end of the sample, regardless of its content. Control
-    tokens without a meaning in the current mode are shown as text. `thinking_tokens` counts ids sampled
-    inside thoughts, marks included. `prompt`: the ids before the sample, needed for Harmony alone, whose
-    header may begin there.
+    A thought extends to its closing mark; where the model never closes it, it ends before the first call that
+    begins in it as the family says. A call extends to the closing mark that ends it (`syntax.call_ends`) or
+    the end of the sample. Control tokens without a meaning in the current mode are shown as text.
+    `thinking_tokens` counts ids sampled inside thoughts, marks included. `prompt`: the ids before the sample,
+    needed for Harmony alone, whose header may begin there.
     """
 
     thinking_tokens: int
     _tokenizer: Tokenizer
     _family: Family
+    _tools: tuple[Tool, ...]
     _watched: Mapping[Mode, frozenset[int]]
     _ended: bool
     _pending: list[TokenLogprob]  # tokens read whose text is still to come: a character may take several
     _decoder: codecs.IncrementalDecoder
     _flow: Flow
     _writing: Writing
+    _kept: _Kept | None  # the ids after the first closing mark that may be data
+    _draft: _Draft | None
+    _drafts: bool  # whether a thought may turn out to hold a call: not while that is tried
+    _read_again: int
 
     def __init__(
         self,
@@ -104,18 +163,19 @@ class Parser:
     ) -> None:
         if "" in stop:
             raise Refused("an empty stop string stops nothing: leave it out", path="$.stop")
-        self._tokenizer, self._family = tokenizer, family
+        self._tokenizer, self._family, self._tools = tokenizer, family, tuple(tools)
         self._watched = watched(family, tokenizer.control.values())
         self._ended, self._pending, self.thinking_tokens = False, [], 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._flow = Flow(stop)
+        self._kept, self._draft, self._drafts, self._read_again = None, None, True, 0
         mode: Mode = "thinking" if opens_thinking else "header" if family.harmony else "text"
         self._writing = Writing(
             family=family,
             mode=mode,
             flow=self._flow,
             tokenizer=tokenizer,
-            tools=tuple(tools),
+            tools=self._tools,
             call_id=call_id,
         )
         if family.harmony is not None and prompt is not None:
@@ -131,12 +191,18 @@ class Parser:
     @property
     def calls(self) -> int:
         """How many whole calls were read."""
-        return self._writing.calls
+        return self._writing.calls + self._writing.whole_calls
 
     @property
     def malformed_calls(self) -> int:
         """How many calls could not be read and are text."""
-        return self._writing.malformed_calls
+        return len(self._writing.faults)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What readers of the turn should know about its calls."""
+        cut = "cut call: the answer ended inside a call, which is not shown"
+        return (*(f"malformed call: {why}" for why in self._writing.faults), *[cut] * self._writing.cut)
 
     @property
     def model_call_ids(self) -> tuple[str, ...]:
@@ -164,20 +230,19 @@ class Parser:
         `logprobs`: the same tokens with their logprobs, where the deltas report them; tokens are then
         read one by one.
         """
-        if logprobs:
-            for place, token in enumerate(logprobs):
-                self._pending.append(token)
-                self._read(ids[place : place + 1])
-        else:
-            self._read(ids)
+        self._read_told(ids, logprobs)
         return self._flow.take()
 
     def finish(self, reason: FinishReason) -> ParsedAnswer:
         """End the sample. A clean end with calls is "tool_calls", a stop string hit is "stop_string";
         any other reason stays.
         """
-        self._write(self._decoder.decode(b"", final=True))
-        unfinished = self._writing.close(clean=self._ended or reason == "stop")
+        self._flush()
+        clean = self._ended or reason == "stop"
+        while self._draft is not None or self._kept is not None:
+            self._end_kept(clean=clean)
+            self._flush()
+        unfinished = self._writing.close(clean=clean)
         self._flow.release(exactly=unfinished)
         deltas = tuple(self._flow.take())
         answer = Answer(
@@ -189,27 +254,39 @@ class Parser:
         )
         return ParsedAnswer(answer=answer, deltas=deltas)
 
-    def _read(self, ids: "array[int]") -> None:
+    # ── ids ──
+
+    def _read_told(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
+        """Read ids, one by one where their logprobs are reported."""
+        if not told:
+            self._read(ids)
+        for place, token in enumerate(told):
+            self._pending.append(token)
+            self._read(ids[place : place + 1], (token,))
+
+    def _read(self, ids: "array[int]", told: Sequence[TokenLogprob] = ()) -> None:
         sampled = ids[:0] if self._over else ids
         run, place, meant = bytearray(), 0, self._watched[self.mode]
         while True:
             mark = _first(sampled, meant, place)
             # at once: a Python statement for each token would take most of a call's reading
             run += b"".join(map(self._tokenizer.token_bytes, sampled[place:mark]))
-            self.thinking_tokens += mark - place if self.mode == "thinking" else 0
+            self.thinking_tokens += mark - place if self.mode in _THOUGHT else 0
+            self._keep(sampled[place:mark], told[place:mark])
             if mark == len(sampled):
                 break
             token, place = sampled[mark], mark + 1
-            if self._is_mark(token, run):
+            if self._is_mark(token, run, told[mark:place]):
                 if self._over:
                     break
                 meant = self._watched[self.mode]
             else:
-                self.thinking_tokens += self.mode == "thinking"
+                self.thinking_tokens += self.mode in _THOUGHT
+                self._keep(sampled[mark:place], told[mark:place])
                 run += self._tokenizer.token_bytes(token)
         self._write(self._decoder.decode(bytes(run)))
 
-    def _is_mark(self, token: int, run: bytearray) -> bool:
+    def _is_mark(self, token: int, run: bytearray, told: Sequence[TokenLogprob]) -> bool:
         """Handle a mark, once the text before it is written. Returns False if that text makes the mark text
         as well.
 
@@ -219,20 +296,61 @@ class Parser:
         self._write(self._decoder.decode(bytes(run), final=True))
         self._pending.clear()
         run.clear()
-        if token not in self._watched[self.mode]:
+        if not self._means(token):
             self._pending += logprobs
             return False
         self._ended |= token in self._family.stop_ids
         if not self._over:
-            before = self.mode
-            self._writing.mark(token, logprobs)
-            self.thinking_tokens += "thinking" in (before, self.mode)
+            self._mark(token, logprobs, told)
         return True
+
+    def _means(self, token: int) -> bool:
+        """Whether an id means something here, now that the text before it is known."""
+        if token not in self._watched[self.mode]:
+            return False
+        if self.mode != "thinking" or token != self._family.draft_start:
+            return True
+        begins = self._family.call_in_thought == "anywhere" or self._writing.at_line_start
+        return begins and self._drafts and self._read_again < _READ_AGAIN
+
+    def _mark(self, token: int, logprobs: list[TokenLogprob], told: Sequence[TokenLogprob]) -> None:
+        before, family = self.mode, self._family
+        self.thinking_tokens += before in _THOUGHT
+        if before == "draft":
+            self._close_draft(token, told)
+        elif before == "thinking" and token == family.draft_start:
+            self._draft = _Draft(trial=self._trial(), thinking_tokens=self.thinking_tokens - 1)
+            self._draft.add(ids_of([token]), told)
+            self._writing.mode = "draft"
+        elif before == "call" and token == family.call_end:
+            self._close_call(token, logprobs, told)
+        elif before == "call" and self._writing.whole_calls and token in self._openers:
+            self._keep(ids_of([token]), told)
+            self._settle()
+        else:
+            self._keep(ids_of([token]), told)
+            self._writing.mark(token, logprobs)
+            self.thinking_tokens += before not in _THOUGHT and self.mode == "thinking"
+
+    @property
+    def _openers(self) -> tuple[int | None, ...]:
+        """The ids that begin something else than a value of a call."""
+        return (self._family.call_open, self._family.section_open, self._family.think_open)
+
+    def _keep(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
+        if self._draft is not None:
+            self._draft.add(ids, told)
+        elif self._kept is not None:
+            self._kept.add(ids, told)
 
     def _write(self, text: str) -> None:
         if text:
             logprobs, self._pending = self._pending, []
             self._writing.text(text, logprobs)
+
+    def _flush(self) -> None:
+        """End a character that is still incomplete."""
+        self._write(self._decoder.decode(b"", final=True))
 
     @property
     def _over(self) -> bool:
@@ -243,6 +361,108 @@ class Parser:
         if self._flow.stopped is not None:
             return "stop_string"
         return "tool_calls" if reason == "stop" and self.calls else reason
+
+    # ── ids that are read again ──
+
+    def _close_call(self, token: int, logprobs: list[TokenLogprob], told: Sequence[TokenLogprob]) -> None:
+        """A closing mark inside a call: its end, unless it is or may be data."""
+        kind = "decides" if self._read_again >= _READ_AGAIN else self._writing.close_kind()
+        if kind == "decides" and (self._kept is None or self._writing.reads):
+            self._kept = None
+            self._writing.mark(token, logprobs)
+            return
+        first, self._kept = self._kept is None, self._kept or _Kept()
+        if not first:
+            self._kept.add(ids_of([token]), told)
+        if kind == "decides":
+            self._settle()
+        else:
+            kept = len(self._kept.ids)
+            self._writing.keep_close(token, logprobs, kept=kept, whole=kind == "whole")
+
+    def _settle(self) -> None:
+        """End the call at the closing mark that ended it, and read what followed it."""
+        kept, self._kept = self._kept or _Kept(), None
+        start = self._writing.settle()
+        self._again(kept, start)
+
+    def _again(self, kept: _Kept, start: int = 0) -> None:
+        """Read kept ids again. The end of the turn is after them."""
+        self._read_again += 1
+        ended, self._ended = self._ended, False
+        self._read_told(kept.ids[start:], kept.told[start:])
+        self._ended = self._ended or ended
+
+    def _trial(self) -> "Parser":
+        trial = Parser(
+            tokenizer=self._tokenizer,
+            family=self._family,
+            call_id=str,
+            opens_thinking=False,
+            tools=self._tools,
+        )
+        trial._drafts = False
+        return trial
+
+    def _close_draft(self, token: int, told: Sequence[TokenLogprob]) -> None:
+        """The closing mark of a thought in which a call was begun: what was begun is part of the thought,
+        unless the mark is inside of an unfinished call.
+        """
+        draft = self._draft
+        if draft is None or draft.trial.inside_call:
+            self._draft_goes_on(token, told)
+            return
+        self._draft = None
+        self._think(draft.kept.ids)
+        self._writing.mark(token, [])
+
+    def _draft_goes_on(self, token: int, told: Sequence[TokenLogprob]) -> None:
+        draft = self._draft
+        if draft is not None:
+            draft.closed = len(draft.kept.ids) if draft.closed is None else draft.closed
+            draft.add(ids_of([token]), told)
+
+    def _think(self, ids: "array[int]") -> None:
+        """Ids of a draft that are part of the thought."""
+        self._writing.mode = "thinking"
+        text = b"".join(map(self._tokenizer.token_bytes, ids)).decode(errors="replace")
+        self._writing.text(text, [])
+
+    @property
+    def inside_call(self) -> bool:
+        """Whether a call is open that cannot end here."""
+        return self._writing.inside_call
+
+    def _end_kept(self, *, clean: bool) -> None:
+        """Decide at the end of the sample what the kept ids are."""
+        kept, writing = self._kept, self._writing
+        if self._draft is not None:
+            self._end_draft(self._draft, clean=clean)
+        elif kept is None or writing.whole_calls or not self._ends_unread(kept, clean=clean):
+            self._settle()
+        else:
+            self._kept = None
+
+    def _ends_unread(self, kept: _Kept, *, clean: bool) -> bool:
+        """Whether a call with closing marks that are data ends with the sample: read by its end, or cut."""
+        if clean:
+            return self._family.harmony is not None and self._writing.reads
+        return self._family.call_open not in kept.ids
+
+    def _end_draft(self, draft: _Draft, *, clean: bool) -> None:
+        """The sample ended with the thought open, or with its closing mark inside a call."""
+        self._draft = None
+        read = draft.trial.finish("stop" if clean else "length").answer
+        is_call = bool(read.calls) and not read.malformed_calls if draft.closed else bool(read.calls) or clean
+        if is_call:
+            self._writing.mode = "text"
+            self.thinking_tokens = draft.thinking_tokens
+            self._again(draft.kept)
+            return
+        self._think(draft.kept.ids[: draft.closed])
+        if draft.closed is not None:
+            self.thinking_tokens -= len(draft.kept.ids) - draft.closed
+            self._again(draft.kept, draft.closed)
 
     def _go_on(self, start: int, prompt: "array[int]") -> None:
         """Start where the prompt ends: read its last message, and show nothing of it."""
@@ -264,6 +484,7 @@ def model_call_ids(
     begun = _last(sampled, family.turn_starts)
     parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=opens_thinking)
     parser.feed(sampled[0 if begun is None else begun + 1 :])
+    parser.finish("stop")
     return parser.model_call_ids
 
 

@@ -242,20 +242,32 @@ def _message(message: Message, shown: Mapping[str, Shown], manner: Manner) -> Sh
 
 
 def arguments_shape(call: ToolCall, manner: Manner) -> Json:
-    """Arguments as the template writes them: the object. Text that is not an object stays as it is; empty
-    text means no arguments.
+    """Arguments as the template writes them: the object. Text that is not an object stays as it is, under the
+    name `arguments` where the template shows objects only: a harness that shortened an old call sends it with
+    every later request, and would be refused until its session ends. Empty text means no arguments.
     """
     text = call.arguments if call.arguments.strip() else "{}"
     if manner.arguments == "text":
         return text
     value = read_object(text)
     if value is None and manner.arguments == "object":
-        raise Refused(
-            f"the arguments of a call of {call.name!r} are no JSON object, and this model's chat template can"
-            " not show them: send an object",
-            path="$.messages",
-        )
+        return {"arguments": text}
     return text if value is None else value
+
+
+def argument_notes(messages: Sequence[Message], manner: Manner) -> tuple[str, ...]:
+    """Notes on calls whose arguments the template could not show as they were sent."""
+    names = (
+        call.name
+        for message in messages
+        for call in message.calls
+        if manner.arguments == "object" and call.arguments.strip() and read_object(call.arguments) is None
+    )
+    return tuple(
+        f"the arguments of a call of {name[:60]!r} are no JSON object: the model sees their text as one"
+        " argument"
+        for name in dict.fromkeys(names)
+    )
 
 
 # ── dropped text check ────────────────────────────────────────────────────────────────────────────

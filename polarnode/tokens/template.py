@@ -27,7 +27,7 @@ from polarnode.core.ports import Tokenizer
 from polarnode.tokens.audit import Limits, audit, drops_thinking
 from polarnode.tokens.families import Family, HarmonyMarks, Mode, family_of
 from polarnode.tokens.parser import mode_at_end, model_call_ids
-from polarnode.tokens.rendering import AnsweredTurn, RenderedText, Renderer
+from polarnode.tokens.rendering import AnsweredTurn, RenderedText, Renderer, argument_notes
 from polarnode.tokens.tokenizer import SHORTEST, LoadedTokenizer, TokenizationCache, load_tokenizer
 
 # ── turn boundary ─────────────────────────────────────────────────────────────────────────────────
@@ -62,7 +62,7 @@ class Closing:
                 return ids((harmony.message, harmony.end))
             case "between":
                 return ids()
-            case "text" | "thinking" | "call":
+            case "text" | "thinking" | "draft" | "call":
                 return ids((harmony.end,))
             case _:
                 assert_never(mode)
@@ -228,9 +228,16 @@ class Template:
         )
         notes = (
             *differences(sampled, opening, rendered.ended, self.tokenizer, self.family),
-            *self.limits.notes(new, follows=True),
+            *self.notes(new, follows=True),
         )
         return Suffix(ids=close + joined(sampled, opening, self.family), close_length=len(close), notes=notes)
+
+    def notes(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[str, ...]:
+        """Notes for the turn on messages that the model sees in another form than they were sent."""
+        return (
+            *self.limits.notes(messages, follows=follows),
+            *argument_notes(messages, self.family.manner),
+        )
 
     def opens_thinking(self, prompt: "array[int]") -> bool:
         """Whether a prompt ends inside a thought: the template opened it, or a cut thought goes on."""

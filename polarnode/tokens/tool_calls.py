@@ -187,15 +187,25 @@ class Cursor:
         self.at += len(tag) if here else 0
         return here
 
-    def until(self, tag: str, *, without: str = "") -> str | None:
-        """The text before the next such tag; moves after the tag. None if there is none, the tag is
-        empty, or `without` stands before it.
+    def until(self, tag: str) -> str | None:
+        """The text before the next such tag; moves after the tag. None if there is none, or the tag is
+        empty.
         """
         end = self.body.find(tag, self.at) if tag else -1
-        if end < 0 or (without and self.body.find(without, self.at, end) >= 0):
+        if end < 0:
             return None
         text, self.at = self.body.text[self.at : end], end + len(tag)
         return text
+
+
+@frozen
+class Spot:
+    """How much a region held at one time, to go back to."""
+
+    pieces: int
+    size: int
+    marks: int
+    logprobs: int
 
 
 @define(eq=False)
@@ -226,6 +236,24 @@ class Region:
     def hide(self) -> None:
         """Mark what is held so far as part of the prompt: it is read with the rest and not shown."""
         self.hidden = self._size
+
+    @property
+    def spot(self) -> Spot:
+        """How much is held now."""
+        return Spot(len(self._pieces), self._size, len(self._marks), len(self.logprobs))
+
+    def back(self, spot: Spot) -> None:
+        """Hold only what was held then."""
+        del self._pieces[spot.pieces :], self._marks[spot.marks :], self.logprobs[spot.logprobs :]
+        self._size = spot.size
+
+    def since(self, spot: Spot) -> list[tuple[str, bool]]:
+        """The pieces that were added since, and whether each was sampled as a control token."""
+        at, marks, pieces = spot.size, set(self._marks[spot.marks :]), []
+        for piece in self._pieces[spot.pieces :]:
+            pieces.append((piece, at in marks and bool(piece)))
+            at += len(piece)
+        return pieces
 
     @property
     def text(self) -> str:

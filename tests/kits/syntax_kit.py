@@ -134,20 +134,21 @@ def toy(syntax: CallSyntax, control: Sequence[str], **marks: object) -> Toy:
 
 _NO_MARKS = {"think_open": None, "think_close": None, "call_open": None, "call_close": None}
 TOYS = {
-    "json": toy("json", QWEN),
+    "json": toy("json", QWEN, call_in_thought="line"),
     "bare_json": toy("bare_json", LLAMA, **(_NO_MARKS | {"stop_ids": (256, 258), "call_open": 259})),
-    "function_xml": toy("function_xml", QWEN),
-    "invoke_xml": toy("invoke_xml", MINIMAX),
+    "function_xml": toy("function_xml", QWEN, call_in_thought="line"),
+    "invoke_xml": toy("invoke_xml", MINIMAX, call_in_thought="line"),
     "arg_xml": toy(
         "arg_xml",
         (*GLM[:2], *GLM[3:], GLM[2], *GLM_TAGS),
+        call_in_thought="line",
         stop_ids=(256, 262),
         turn_end=None,
         boundaries=frozenset([256, 262]),
     ),
     "fenced": toy("fenced", DEEPSEEK, **_SECTIONS),
     "separated": toy("separated", DEEPSEEK, **_SECTIONS),
-    "numbered": toy("numbered", KIMI, **_SECTIONS),
+    "numbered": toy("numbered", KIMI, **_SECTIONS, call_in_thought="anywhere"),
     "braces": toy("braces", GEMMA, think_label="thought\n"),
     "harmony": toy(
         "harmony",

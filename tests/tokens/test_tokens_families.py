@@ -24,6 +24,7 @@ def test_the_tiny_model_is_a_qwen3() -> None:
         call_open=number["<tool_call>"],
         call_close=number["</tool_call>"],
         call_syntax="json",
+        call_in_thought="line",
         manner=Manner(arguments="either"),
     )
 

@@ -7,6 +7,7 @@ from polarnode.tokens.parser import watched
 
 def test_a_mark_is_watched_where_it_means_something() -> None:
     found = watched(FAMILY, (260, 261))
-    assert found["text"] == {END, CALL, THINK}
+    # a closing mark without a call is counted
+    assert found["text"] == {END, CALL, CALLED, THINK}
     assert found["thinking"] == {END, THOUGHT}
     assert found["call"] == {END, CALLED, 260, 261}

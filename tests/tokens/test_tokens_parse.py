@@ -101,7 +101,7 @@ def read(
             "stop",
         ),
         ((kit.OPEN, "never closed", kit.END), (THINK("never closed"),), "stop"),
-        (("a", kit.CLOSE, "b", kit.CALLED, "c", kit.END), (TEXT("a</think>b</tool_call>c"),), "stop"),
+        (("a", kit.CLOSE, "b", kit.END), (TEXT("a</think>b"),), "stop"),
         (
             ("a<|im_start|>", "<|im_start|>", "<tool_response>", kit.END),
             (TEXT("a<|im_start|><|im_start|><tool_response>"),),
@@ -140,21 +140,57 @@ def test_a_thought_that_the_prompt_opened() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "text"),
+    ("pieces", "text", "why"),
     [
-        ((kit.CALL, "\nlook(1)\n", kit.CALLED), "<tool_call>\nlook(1)\n</tool_call>"),
-        (("so\n\n", kit.CALL, "{}", kit.CALLED, "\n\nthen"), "so\n\n<tool_call>{}</tool_call>\n\nthen"),
-        (("so\n", kit.CALL, BODY), f"so\n<tool_call>{BODY}"),
-        ((kit.CALL,), "<tool_call>"),
-        ((kit.CALL, "\n{", kit.OPEN, "<|im_start|>", "\n"), "<tool_call>\n{<think><|im_start|>\n"),
-        ((kit.CALL, "{bad", kit.CALL, BODY, kit.CALLED), f"<tool_call>{{bad<tool_call>{BODY}</tool_call>"),
+        (
+            (kit.CALL, "\nlook(1)\n", kit.CALLED),
+            "<tool_call>\nlook(1)\n</tool_call>",
+            "it is no JSON: Expecting",
+        ),
+        (
+            ("so\n\n", kit.CALL, "{}", kit.CALLED, "\n\nthen"),
+            "so\n\n<tool_call>{}</tool_call>\n\nthen",
+            "it is no object of exactly name and arguments",
+        ),
+        (
+            (kit.CALL, "{bad", kit.CALL, BODY, kit.CALLED),
+            f"<tool_call>{{bad<tool_call>{BODY}</tool_call>",
+            "it is no JSON: Expecting property name",
+        ),
+        (("a", kit.CALLED, "c"), "a</tool_call>c", "</tool_call> without a call before it"),
     ],
 )
-def test_a_call_that_can_not_be_read_is_text_as_it_was_sampled(pieces: Sequence[str], text: str) -> None:
+def test_a_call_that_can_not_be_read_is_text_as_it_was_sampled(
+    pieces: Sequence[str], text: str, why: str
+) -> None:
     for reason, end in (("stop", (kit.END,)), ("length", ())):
         assert read(*pieces, *end, reason=reason) == Answer(
             parts=(TEXT(text),), finish_reason=reason, malformed_calls=1
         )  # type: ignore[arg-type]
+    parser = kit.model().parser()
+    parser.feed(kit.model().spelled(*pieces))
+    parser.finish("length")
+    (note,) = parser.notes
+    assert note.startswith(f"malformed call: {why}")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        (("so\n", kit.CALL, BODY), f"so\n<tool_call>{BODY}"),
+        ((kit.CALL,), "<tool_call>"),
+        ((kit.CALL, "\n{", kit.OPEN, "<|im_start|>", "\n"), "<tool_call>\n{<think><|im_start|>\n"),
+    ],
+)
+def test_call_without_an_end(pieces: Sequence[str], text: str) -> None:
+    ended = read(*pieces, kit.END)
+    assert ended == Answer(parts=(TEXT(text),), finish_reason="stop", malformed_calls=1)
+    cut = read(*pieces, reason="length")
+    assert cut == Answer(parts=(TEXT("so"),) * text.startswith("so"), finish_reason="length")
+    parser = kit.model().parser()
+    parser.feed(kit.model().spelled(*pieces))
+    parser.finish("length")
+    assert parser.notes == ("cut call: the answer ended inside a call, which is not shown",)
 
 
 def test_good_and_bad_calls_side_by_side() -> None:
@@ -262,12 +298,12 @@ def _byte(byte: int) -> list[int]:
     ]
 
 
-def test_an_unfinished_call_comes_with_the_last_deltas() -> None:
+def test_half_a_call_is_not_shown() -> None:
     parser = kit.model().parser()
     play(parser, Fed(("so\n", kit.CALL, "\n{"), (TextDelta("so"),)))
     finished = parser.finish("length")
-    assert finished.deltas == (TextDelta("\n<tool_call>\n{"),)
-    assert (finished.answer.text, parser.malformed_calls) == ("so\n<tool_call>\n{", 1)
+    assert finished.deltas == ()
+    assert (finished.answer.text, parser.malformed_calls) == ("so", 0)
 
 
 def test_an_id_that_pads_the_embedding_shows_nothing_and_a_foreign_one_is_an_error() -> None:
@@ -389,8 +425,8 @@ def test_every_letter_sampled_is_shown_or_in_a_call(pieces: list[str], opens: bo
     """
     tiny = kit.model()
     parser = tiny.parser(opens_thinking=opens)
-    parser.feed(tiny.spelled(*pieces))
-    parts = parser.finish("length").answer.parts
+    parser.feed(tiny.spelled(*pieces, kit.END))
+    parts = parser.finish("stop").answer.parts
     shown = "".join(
         f'{{"name": "{part.name}", "arguments": {part.arguments}}}'
         if isinstance(part, ToolCall)

@@ -5,9 +5,15 @@ import json
 import pytest
 
 from polarnode.core.conversation import Json, Message, Tool, ToolCall
-from polarnode.core.errors import Refused
 from polarnode.tokens.families import Manner
-from polarnode.tokens.rendering import Earlier, Shown, call_shape, messages_shape, tools_shape
+from polarnode.tokens.rendering import (
+    Earlier,
+    Shown,
+    argument_notes,
+    call_shape,
+    messages_shape,
+    tools_shape,
+)
 
 
 def test_roles_and_texts() -> None:
@@ -105,13 +111,14 @@ def test_arguments_as_text_are_the_very_text() -> None:
         assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), shown)]
 
 
-def test_arguments_that_only_an_object_can_be_are_refused_when_they_are_none() -> None:
-    with pytest.raises(Refused, match="are no JSON object") as caught:
-        messages_shape(
-            [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments="nonsense"),))],
-            manner=Manner(),
-        )
-    assert caught.value.path == "$.messages"
+def test_shortened_arguments_are_shown() -> None:
+    """A harness sends what it shortened with every later request: refused once, it is refused for ever."""
+    said = [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments='{"a": "aaa...[cut]'),))]
+    (shape,) = messages_shape(said, manner=Manner())
+    assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), {"arguments": '{"a": "aaa...[cut]'})]
+    (note,) = argument_notes(said, Manner())
+    assert "'f' are no JSON object" in note
+    assert argument_notes(said, Manner(arguments="either")) == ()
 
 
 def test_a_text_beside_a_call_is_a_message_of_its_own_where_a_template_drops_it() -> None:

@@ -92,14 +92,12 @@ def test_text_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLERS)
-def test_a_call_that_is_cut_is_given_back_as_it_was_sampled(name: str) -> None:
+def test_half_a_call_is_not_shown(name: str) -> None:
+    """Only the beginning of an answer without marks, which may be no call, is."""
     body = CALLS[name].removesuffix("<|call|>")
     size = body.index("path") + 2
     answer = read(name, body[:size], ended=False)
-    section = next((mark for mark in (DEEPSEEK[6], KIMI[6]) if body.startswith(mark)), "")
-    assert answer == Answer(
-        parts=(TEXT(body[:size].removeprefix(section)),), finish_reason="length", malformed_calls=1
-    )
+    assert answer == Answer(parts=(), finish_reason="length")
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLERS) - {"bare_json"}))
@@ -304,9 +302,7 @@ def test_a_call_behind_the_python_tag_may_follow_text() -> None:
         parts=(TEXT(code),), finish_reason="stop", malformed_calls=1
     )
     cut = "<|python_tag|>" + CALLS["bare_json"]
-    assert read("bare_json", cut, ended=False) == Answer(
-        parts=(TEXT(cut),), finish_reason="length", malformed_calls=1
-    )
+    assert read("bare_json", cut, ended=False) == Answer(parts=(), finish_reason="length")
 
 
 def test_a_stop_string_is_no_part_of_a_call_and_ends_what_is_none() -> None:
@@ -369,21 +365,21 @@ def test_messages_of_harmony(text: str, parts: tuple[Part, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "half"),
     [
-        "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{bad",
-        "<|channel|>commentary to=functions.look <|constr",
-        " to=functions.look",
-        "<|channel|>commentary to=functions.look to=functions.see json<|message|>{}",
-        "<|channel|>commentary to=python<|message|>print(1)",
+        ("<|channel|>commentary to=functions.look <|constrain|>json<|message|>{bad", True),
+        ("<|channel|>commentary to=functions.look <|constr", True),
+        (" to=functions.look", True),
+        ("<|channel|>commentary to=functions.look to=functions.see json<|message|>{}", False),
+        ("<|channel|>commentary to=python<|message|>print(1)", True),
     ],
 )
-def test_calls_of_harmony_that_can_not_be_read(text: str) -> None:
-    for ended in (True, False):
-        reason = "stop" if ended else "length"
-        assert read("harmony", text, ended=ended) == Answer(
-            parts=(TEXT(text),), finish_reason=reason, malformed_calls=1
-        )  # type: ignore[arg-type]
+def test_calls_of_harmony_that_can_not_be_read(text: str, half: bool) -> None:
+    """`half`: it is not known what it would have been when it is cut, so that it is not shown."""
+    shown = Answer(parts=(TEXT(text),), finish_reason="stop", malformed_calls=1)
+    assert read("harmony", text, ended=True) == shown
+    cut = Answer(parts=(), finish_reason="length") if half else evolve(shown, finish_reason="length")
+    assert read("harmony", text, ended=False) == cut
 
 
 @pytest.mark.parametrize(
@@ -584,7 +580,7 @@ def test_every_letter_sampled_is_shown_or_in_a_call(data: st.DataObject, name: s
     toy = TOYS[name]
     stops = [list(toy.control)[token - 256] for token in toy.family.stop_ids]
     text = "".join(piece for piece in data.draw(pieces(name)) if piece not in stops)
-    answer = read(name, text, ended=False, tools=())
+    answer = read(name, text, ended=True, tools=())
     # halves can make calls of other letters
     usual = [{"path": "a b", "lines": 3}, {"path": "a b", "lines": "3"}]
     assume(all(part.name == "look" and json.loads(part.arguments) in usual for part in answer.calls))

@@ -28,10 +28,13 @@ _BEGINNINGS: Final = tuple(
 
 @frozen
 class Header:
-    """What a message is, and the tool that it calls."""
+    """What a message is, and the tool that it calls. `final`: a recipient on the final channel, whose message
+    is the user's unless it can be read as a call.
+    """
 
     mode: Literal["text", "thinking", "call"]
     name: str | None = None
+    final: bool = False
 
 
 def read_header(body: CallBody) -> Header | None:
@@ -101,7 +104,7 @@ def _message(recipient: str, channel: str) -> Header | None:
     if recipient in _PEOPLE:
         return Header("thinking" if channel == "analysis" else "text")
     name = recipient.removeprefix("functions.")
-    return Header("call", name) if name else None
+    return Header("call", name, channel == "final") if name else None
 
 
 def _place(body: CallBody, tag: str, end: int) -> int:

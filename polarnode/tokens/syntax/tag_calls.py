@@ -1,8 +1,8 @@
 """Calls written as tags: names and parameters between tags, values as bare text.
 
-Every tag is closed by its own, only blanks stand between tags, and a value ends at the first tag that closes
-it, because the templates escape nothing. An opening tag inside a value means that the tag before it was left
-unclosed.
+Every tag is closed by its own, and only blanks stand between tags. The templates escape nothing, so a value
+may hold such tags itself: a closing tag ends a value only before the next opening tag or the end of the call,
+and an opening tag inside a value needs a closing one there, else the tag before it was left unclosed.
 
 - `arg_xml` (GLM 4.5, 4.6): the name, then <arg_key> and <arg_value> in turns. The tags are control tokens of
   GLM's tokenizers, so a tag that a value spells is text.
@@ -20,12 +20,15 @@ harness that answers a wrong argument.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from re import Pattern
 from typing import Final
 
-from attrs import frozen
+from attrs import field, frozen
 
 from polarnode.core.conversation import Json, Tool
+from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.tool_calls import SPACE, CallBody, Cursor, ReadCall, read_value
 
 _ALIASES: Final = {
@@ -193,6 +196,21 @@ class Tags:
     call: tuple[str, str, str]
     parameter: tuple[str, str, str]
     value: Callable[[str], str]
+    call_opened: Pattern[str] = field(init=False)
+    parameter_opened: Pattern[str] = field(init=False)
+
+    @call_opened.default
+    def _call_opened(self) -> Pattern[str]:
+        return _opened(self.call)
+
+    @parameter_opened.default
+    def _parameter_opened(self) -> Pattern[str]:
+        return _opened(self.parameter)
+
+
+def _opened(tag: tuple[str, str, str]) -> Pattern[str]:
+    """A whole opening tag, with any name: one that no tool can have makes the call malformed."""
+    return re.compile(re.escape(tag[0]) + r'[^<>"\n]*' + re.escape(tag[1]))
 
 
 def read_tagged(body: CallBody, tools: Sequence[Tool], tags: Tags) -> tuple[ReadCall, ...] | None:
@@ -229,10 +247,47 @@ def _call(cursor: Cursor, tools: Sequence[Tool], tags: Tags) -> ReadCall | None:
 def _parameter(cursor: Cursor, tags: Tags) -> tuple[str, str] | None:
     opening, ending, closing = tags.parameter
     key = cursor.until(ending) if cursor.take(opening) else None
-    text = None if key is None else cursor.until(closing, without=opening)
-    if key is None or text is None or not is_name(key):
+    if key is None or not is_name(key):
         return None
-    return key, tags.value(text)
+    text = _value_text(
+        cursor,
+        closing,
+        opened=lambda start, end: len(tags.parameter_opened.findall(cursor.body.text, start, end)),
+        ends=lambda at: _ends_parameter(cursor.body, at, tags),
+    )
+    return None if text is None else (key, tags.value(text))
+
+
+def _ends_parameter(body: CallBody, at: int, tags: Tags) -> bool:
+    """Whether a parameter can end here: the next one follows, or the end of the call."""
+    cursor = Cursor(body, at)
+    cursor.skip()
+    if tags.parameter_opened.match(body.text, cursor.at):
+        return True
+    if not cursor.take(tags.call[2]):
+        return False
+    cursor.skip()
+    return cursor.over or tags.call_opened.match(body.text, cursor.at) is not None
+
+
+def _value_text(
+    cursor: Cursor, closing: str, *, opened: Callable[[int, int], int], ends: Callable[[int], bool]
+) -> str | None:
+    """The text up to the tag that closes a value; moves after the tag. None if none does.
+
+    `opened` counts the opening tags between two places, each of which has a closing tag of its own; `ends`
+    says whether a closing tag can be the value's, by what follows it.
+    """
+    body, start, at, depth = cursor.body, cursor.at, cursor.at, 0
+    while (end := body.find(closing, at)) >= 0:
+        depth += opened(at, end)
+        at = end + len(closing)
+        if depth:
+            depth -= 1
+        elif ends(at):
+            cursor.at = at
+            return body.text[start:end]
+    return None
 
 
 def is_name(text: str) -> bool:
@@ -263,12 +318,35 @@ def read_arg_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] 
 
 
 def _pair(cursor: Cursor) -> tuple[str, str] | None:
+    body = cursor.body
     key = cursor.until("</arg_key>") if cursor.take("<arg_key>") else None
     cursor.skip()
-    value = cursor.until("</arg_value>", without="<arg_key>") if cursor.take("<arg_value>") else None
-    if key is None or value is None or not is_name(key.strip(SPACE)):
+    if key is None or not is_name(key.strip(SPACE)) or not cursor.take("<arg_value>"):
         return None
-    return key.strip(SPACE), value
+    start = cursor.at
+    value = _value_text(
+        cursor,
+        "</arg_value>",
+        opened=lambda start, end: _count(body, "<arg_value>", start, end),
+        ends=lambda at: _ends_pair(body, at),
+    )
+    end = start + len(value or "")
+    keys, values = (_count(body, tag, start, end) for tag in ("<arg_key>", "<arg_value>"))
+    return None if value is None or keys != values else (key.strip(SPACE), value)
+
+
+def _ends_pair(body: CallBody, at: int) -> bool:
+    """Whether a pair can end here: the next one follows, or the end of the call."""
+    cursor = Cursor(body, at)
+    cursor.skip()
+    return cursor.over or body.has("<arg_key>", cursor.at)
+
+
+def _count(body: CallBody, tag: str, start: int, end: int) -> int:
+    count = 0
+    while (start := body.find(tag, start, end)) >= 0:
+        count, start = count + 1, start + len(tag)
+    return count
 
 
 # ── function xml ──────────────────────────────────────────────────────────────────────────────────
@@ -297,6 +375,29 @@ _INVOKE_TAGS: Final = Tags(
 def read_invoke_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
     """The calls between a section's marks, None if they are malformed."""
     return read_tagged(body, tools, _INVOKE_TAGS)
+
+
+# ── where a call may end ──────────────────────────────────────────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class ValueTags:
+    """The tags of a syntax that tell cheaply where a call may be whole: the one it ends with, and those
+    around a value.
+    """
+
+    last: str
+    opened: Pattern[str]
+    closing: str
+
+
+VALUE_TAGS: Final[Mapping[CallSyntax, ValueTags]] = {
+    "function_xml": ValueTags(
+        last="</function>", opened=_FUNCTION_TAGS.parameter_opened, closing="</parameter>"
+    ),
+    "invoke_xml": ValueTags(last="</invoke>", opened=_INVOKE_TAGS.parameter_opened, closing="</parameter>"),
+    "arg_xml": ValueTags(last="</arg_value>", opened=re.compile("<arg_value>"), closing="</arg_value>"),
+}
 
 
 # ── braces ────────────────────────────────────────────────────────────────────────────────────────
