@@ -249,6 +249,11 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = field(default=(), metadata=json_key(None))
 
     @property
+    def cut(self) -> bool:
+        """Whether something else than the model ended it: a limit, an abort or a failure."""
+        return self.finish_reason in ("length", "abort", "error")
+
+    @property
     def text(self) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, TextPart))
 

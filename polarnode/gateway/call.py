@@ -233,7 +233,7 @@ class Model:
                 lambda: template.root(whole, context_length=self.context_length),
                 threads if conversation.tools or _is_long(new) else None,
             )
-            return PromptRendered(prompt=root, delta=root, notes=template.limits.notes(new))
+            return PromptRendered(prompt=root, delta=root, notes=template.notes(new))
         suffix = await self._rendered(
             lambda: template.suffix(
                 new, conversation=conversation, sampled=history, context_length=self.context_length
@@ -390,7 +390,11 @@ class ModelCall:
             session_id=session.session_id,
             dialect=incoming.dialect,
             call=ModelCallInfo(
-                request=incoming.request, id=self.responder.request_id, created=int(wall), signature=""
+                request=incoming.request,
+                id=self.responder.request_id,
+                created=int(wall),
+                signature="",
+                calls_first=session.calls_first,
             ),
             sampling=session.sampling,
             context_length=model.context_length,
@@ -564,7 +568,7 @@ class ModelCall:
                 self._answered = True
                 self._attempt.keep(response)
                 if len(response.answers) == 1:
-                    call = response.call(incoming.request)
+                    call = response.call(incoming.request, calls_first=session.calls_first)
                     incoming.dialect.remember(call, response.answers[0], session.memory)
             case Abandon(plan, fault):
                 session.lineages.abandon(plan)

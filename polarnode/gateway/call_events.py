@@ -31,9 +31,15 @@ class UndeliveredResponse:
     answers: tuple[Answer, ...]
     usage: Usage
 
-    def call(self, request: ModelRequest) -> ModelCallInfo:
+    def call(self, request: ModelRequest, *, calls_first: bool = False) -> ModelCallInfo:
         """The call under which it is sent again."""
-        return ModelCallInfo(request=request, id=self.id, created=self.created, signature=self.signature)
+        return ModelCallInfo(
+            request=request,
+            id=self.id,
+            created=self.created,
+            signature=self.signature,
+            calls_first=calls_first,
+        )
 
 
 @frozen

@@ -239,6 +239,8 @@ class LiveSession:
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
     on_held: Callable[[Plan, ModelRequest], Awaitable[None]] | None = field(default=None, kw_only=True)
     adapter: str = field(default="", kw_only=True)  # the name of the adapter that samples; "" for the base
+    # whether its harness runs no call of a cut answer, and is told that the answer ended with its calls
+    calls_first: bool = field(default=False, kw_only=True)
     resumed: ResumedSession | None = field(default=None, kw_only=True)  # of one whose harness is resumed
     # what its harness has in its memory where that is a copy: accepted at its own endpoint alone
     parent_key: str | None = field(default=None, kw_only=True, repr=False)

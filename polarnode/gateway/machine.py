@@ -266,7 +266,10 @@ class Exchange:
             self.over = True
             yield CountReplay()
             yield from render_cached_response(
-                dialect, undelivered.call(call.request), undelivered.answers, undelivered.usage
+                dialect,
+                undelivered.call(call.request, calls_first=call.calls_first),
+                undelivered.answers,
+                undelivered.usage,
             )
         elif refusal is not None:
             yield from self._refuse(refusal)

@@ -4,7 +4,8 @@ cannot redirect it.
 Measured with 0.169.0. The config defines a provider `local`, because the built-in one opens a WebSocket
 first, compacts remotely and adds fields. A context overflow is fatal to Codex, so the true window is set and
 it compacts before that. The model's name decides the tools: an unknown name gives plain functions, `gpt-5.5`
-a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0.
+a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0. A
+`response.incomplete` is a broken stream to it: it asks again five times, after it ran the calls, and fails.
 """
 
 from polarnode.core.conversation import Json
@@ -97,4 +98,5 @@ HARNESS = Harness(
     mcp_servers=True,
     skills=True,
     resume=resume,
+    calls_first=True,
 )

@@ -1,7 +1,8 @@
 """OpenClaw: speaks Chat, Responses or Anthropic and is configured by one config file; no gateway runs.
 
 Measured with 2026.9.6. It appends a volatile user message to each request and removes it from the next. It
-strips the `_` from call ids. It exits with 0 even when it ignored tool calls. Its own deadline of ten minutes
+strips the `_` from call ids. It exits with 0 even when it ignored tool calls: it runs those of an answer only
+if the answer ended with them (`stopReason` is `toolUse`), in every API. Its own deadline of ten minutes
 is raised, so that the run budget ends it.
 """
 
@@ -107,6 +108,7 @@ HARNESS = Harness(
     launch=launch,
     apis=APIS,
     exit_code_honest=False,
+    calls_first=True,
     mcp_servers=True,
     skills=True,
 )

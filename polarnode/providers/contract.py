@@ -104,18 +104,24 @@ class ModelCallInfo:
     """One model call, as its response names it.
 
     `request` is the request being answered. `id` is hex and unique to the call; `created` is in unix seconds;
-    `signature` is the opaque reference put where a dialect signs thinking.
+    `signature` is the opaque reference put where a dialect signs thinking. `calls_first`: an answer with
+    calls ends as one even where it was cut, for a harness that runs no call of a cut answer.
     """
 
     request: ModelRequest
     id: str
     created: int
     signature: str
+    calls_first: bool = False
 
     @property
     def model(self) -> str:
         """The model name that the client used."""
         return self.request.model
+
+    def cut(self, answer: Answer) -> bool:
+        """Whether the client is told that an answer is not whole."""
+        return answer.cut and not (self.calls_first and answer.calls)
 
 
 @frozen(kw_only=True)

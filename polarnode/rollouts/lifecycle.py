@@ -231,8 +231,8 @@ class SessionRegistry:
     def _make_groups(self) -> GroupWatch:
         return GroupWatch(self.services.tally)
 
-    def open(self, identity: Identity, task: TaskSpec) -> LiveSession:
-        """Create a session as the model endpoint sees it, with a new key."""
+    def open(self, identity: Identity, task: TaskSpec, *, calls_first: bool = False) -> LiveSession:
+        """Create a session as the model endpoint sees it, with a new key. `calls_first` is its harness's."""
         session_id, services = identity.session_id, self.services
         drops = services.drops_thinking if task.thinking == "template" else None
         counters = Counters()
@@ -252,6 +252,7 @@ class SessionRegistry:
             carrier=SessionExtras(task.carry, limit=services.carried_limit),
             tally=services.tally,
             adapter=task.adapter,
+            calls_first=calls_first,
             counters=counters,
         )
 

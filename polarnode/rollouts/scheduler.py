@@ -309,7 +309,7 @@ class Scheduler:
     def _start(self, order: SessionOrder) -> None:
         session = Session(
             order=order,
-            live=self.registry.open(order.identity, order.spec),
+            live=self.registry.open(order.identity, order.spec, calls_first=order.harness.calls_first),
             services=self.services,
             delay_s=pause_before(order.retries),  # give a transient fault time to pass
             place_over=self.registry.groups.place_over,

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from attrs import evolve
 from providers_kit import a_call
 
 from polarnode.core.conversation import (
@@ -82,7 +83,7 @@ def test_a_whole_answer_keeps_the_order_of_its_parts() -> None:
         ("abort", False, "max_tokens", None),
         ("stop_string", False, "stop_sequence", "END"),
         ("stop_string", True, "tool_use", None),
-        ("length", True, "tool_use", None),
+        ("length", True, "max_tokens", None),
         ("stop", True, "tool_use", None),
     ],
 )
@@ -94,6 +95,8 @@ def test_why_an_answer_ended(reason: FinishReason, calls: bool, word: str, seque
     )
     body = json.loads(whole(CALL, answer, USAGE))
     assert (body["stop_reason"], body["stop_sequence"]) == (word, sequence)
+    calls_first = json.loads(whole(evolve(CALL, calls_first=True), answer, USAGE))
+    assert calls_first["stop_reason"] == ("tool_use" if calls else word)
     assert events(started().end([answer], USAGE))[-2]["delta"] == {
         "stop_reason": word,
         "stop_sequence": sequence,

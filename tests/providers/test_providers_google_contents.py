@@ -252,11 +252,24 @@ def test_an_image_a_function_found_is_told_and_ends_nothing(wrapped: bool) -> No
     found = read(user(result) if wrapped else user(result, image, {"fileData": {"fileUri": "gs://a"}}))
     texts = [message.text for message in found]
     told = "[image/png data: not shown, because this model reads text only]"
-    assert texts == (
-        [f"a cat\n{told}"]
-        if wrapped
-        else ["a cat", f"{told}\n[fileData: not shown, because this model reads text only]"]
+    beside = "" if wrapped else "\n[fileData: not shown, because this model reads text only]"
+    assert texts == [f"a cat\n{told}{beside}"]
+
+
+def test_image_between_results() -> None:
+    """Results of parallel calls stay together; a text stands where it was given."""
+    image = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
+    found = read(
+        user("a"),
+        model(call("f", "1"), call("g", "2")),
+        user(result("f", "1", output="F"), image, result("g", "2", output="G"), image, "so"),
     )
+    told = "[image/png data: not shown, because this model reads text only]"
+    assert [(message.role, message.text) for message in found[2:]] == [
+        ("tool", f"F\n{told}"),
+        ("tool", f"G\n{told}"),
+        ("user", "so"),
+    ]
 
 
 def test_inline_text_is_text() -> None:

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from providers_kit import a_call
@@ -139,14 +140,16 @@ def test_an_empty_answer_is_an_empty_text() -> None:
         ("stop", (), "STOP"),
         ("stop_string", (), "STOP"),
         ("tool_calls", (GO,), "STOP"),
-        ("length", (GO,), "STOP"),
+        ("length", (GO,), "MAX_TOKENS"),
         ("length", (), "MAX_TOKENS"),
         ("abort", (), "MAX_TOKENS"),
         ("error", (), "MAX_TOKENS"),
     ],
 )
 def test_14_10_why_it_ended(reason: FinishReason, calls: tuple[ToolCall, ...], said: str) -> None:
-    assert finish_reason(Answer(parts=calls, finish_reason=reason)) == said
+    answer = Answer(parts=calls, finish_reason=reason)
+    assert finish_reason(SSE, answer) == said
+    assert finish_reason(evolve(SSE, calls_first=True), answer) == ("STOP" if calls else said)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from attrs import evolve
 from providers_kit import a_call
 
 from polarnode.core.conversation import (
@@ -84,16 +85,16 @@ def test_content_is_null_only_beside_calls() -> None:
         ("length", False, "length"),
         ("abort", False, "length"),
         ("stop", True, "tool_calls"),
-        ("length", True, "tool_calls"),
+        ("length", True, "length"),
         ("tool_calls", True, "tool_calls"),
     ],
 )
-def test_14_10_finish_reason_is_tool_calls_exactly_when_there_are_calls(
-    reason: FinishReason, calls: bool, word: str
-) -> None:
+def test_14_10_why_an_answer_ended(reason: FinishReason, calls: bool, word: str) -> None:
     answer = Answer(parts=(GO,) if calls else (TextPart("x"),), finish_reason=reason)
     assert json.loads(whole(CALL, [answer], USAGE))["choices"][0]["finish_reason"] == word
     assert events(ChatStream(CALL).end([answer], USAGE))[1]["choices"][0]["finish_reason"] == word
+    calls_first = json.loads(whole(evolve(CALL, calls_first=True), [answer], USAGE))
+    assert calls_first["choices"][0]["finish_reason"] == ("tool_calls" if calls else word)
 
 
 def test_14_9_a_call_is_one_chunk_with_id_name_and_all_arguments() -> None:

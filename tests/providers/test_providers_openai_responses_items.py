@@ -226,7 +226,6 @@ def test_14_15_a_call_has_the_name_its_tool_is_shown_by(namespace: str | None, n
 @pytest.mark.parametrize(
     ("item", "thinking", "refs"),
     [
-        ({}, "", ()),
         (
             {
                 "summary": [],
@@ -277,6 +276,21 @@ def test_thinking_is_what_we_sealed_else_what_is_shown(
 ) -> None:
     (found,) = parsed_messages({"type": "reasoning", **item})
     assert (found.role, found.text, found.thinking, found.refs) == ("assistant", "", thinking, refs)
+
+
+@pytest.mark.parametrize("item", [{}, {"summary": [], "encrypted_content": "gAAAA"}])
+def test_reasoning_of_another_server(item: dict[str, Any]) -> None:
+    """It belongs to what follows it, and alone it is no answer: an empty one would be shown to the model."""
+    reasoning = {"type": "reasoning", "id": "rs_1", **item}
+    said = [{"role": "user", "content": "a"}, reasoning, {"role": "user", "content": "b"}]
+    found = parsed_transcript(*said)
+    assert [message.role for message in found.messages] == ["user", "user"]
+    assert found.notes == [
+        "input[1]: the reasoning was not made by this node, or was left out, and cannot be read"
+    ]
+    called = {"type": "function_call", "call_id": "c1", "name": "sh", "arguments": "{}"}
+    (answer,) = parsed_messages(reasoning, called)
+    assert (answer.role, len(answer.calls), answer.thinking, answer.refs[0]) == ("assistant", 1, "", "rs_1")
 
 
 # ── tools this API knows by itself ────────────────────────────────────────────

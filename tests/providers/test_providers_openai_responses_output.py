@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from attrs import evolve
 from providers_kit import a_call
 
 from polarnode.core.codec import dump_json
@@ -83,14 +84,16 @@ def test_a_response_says_again_what_was_asked() -> None:
         ("length", False, "incomplete"),
         ("abort", False, "incomplete"),
         ("error", False, "incomplete"),
-        ("length", True, "completed"),
-        ("abort", True, "completed"),
+        ("length", True, "incomplete"),
+        ("abort", True, "incomplete"),
+        ("tool_calls", True, "completed"),
     ],
 )
-def test_14_10_an_answer_with_calls_is_complete(reason: FinishReason, calls: bool, word: str) -> None:
+def test_14_10_whether_an_answer_is_complete(reason: FinishReason, calls: bool, word: str) -> None:
     answer = Answer(parts=(TextPart("x"), GO) if calls else (TextPart("x"),), finish_reason=reason)
     assert status(CALL, answer) == word
     assert status(a_call(extras={"compacts": True}), answer) == "completed"
+    assert status(evolve(CALL, calls_first=True), answer) == ("completed" if calls else word)
     found = response_json(CALL, status=word, output=[])
     assert found["incomplete_details"] == ({"reason": "max_output_tokens"} if word == "incomplete" else None)
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from attrs import evolve
 from openai.types.responses import Response, ResponseStreamEvent
 from providers_kit import a_call
 from pydantic import TypeAdapter
@@ -177,6 +178,18 @@ def test_14_10_terminal_markers() -> None:
     assert [event["type"] for event in last][-2:] == ["response.output_item.done", "response.incomplete"]
     assert last[-2]["item"]["status"] == "incomplete"
     assert last[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(("calls_first", "status"), [(False, "incomplete"), (True, "completed")])
+def test_cut_answer_with_calls(calls_first: bool, status: str) -> None:
+    call = evolve(CALL, calls_first=calls_first)
+    answer = Answer(parts=(GO,), finish_reason="length")
+    body = json.loads(whole(call, answer, USAGE))
+    assert (body["status"], body["incomplete_details"] is None) == (status, calls_first)
+    assert body["output"][0]["status"] == "completed"
+    stream = ResponseStream(call)
+    stream.delta(GO)
+    assert events(stream.end([answer], USAGE))[-1]["type"] == f"response.{status}"
 
 
 def test_14_12_usage_is_at_the_end_and_only_there() -> None:

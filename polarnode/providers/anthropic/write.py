@@ -111,25 +111,19 @@ def error(fault: Fault) -> Reply:
 # ── write ────────────────────────────────────────────────────────────
 
 
-def stop_reason(answer: Answer) -> str:
-    """The stop reason. Calls take precedence, as in every dialect. A sample cut by an abort is reported as
-    `max_tokens`: both mean that the answer is incomplete.
+def stop_reason(call: ModelCallInfo, answer: Answer) -> str:
+    """The stop reason. A sample cut by an abort is reported as `max_tokens`: both mean that the answer is
+    incomplete.
     """
+    if call.cut(answer):
+        return "max_tokens"
     if answer.calls:
         return "tool_use"
-    match answer.finish_reason:
-        case "stop" | "tool_calls":
-            return "end_turn"
-        case "stop_string":
-            return "stop_sequence"
-        case "length" | "abort" | "error":
-            return "max_tokens"
-        case _:
-            assert_never(answer.finish_reason)
+    return "stop_sequence" if answer.finish_reason == "stop_string" else "end_turn"
 
 
-def _stop(answer: Answer) -> dict[str, Json]:
-    reason = stop_reason(answer)
+def _stop(call: ModelCallInfo, answer: Answer) -> dict[str, Json]:
+    reason = stop_reason(call, answer)
     return {"stop_reason": reason, "stop_sequence": answer.stop_string if reason == "stop_sequence" else None}
 
 
@@ -189,7 +183,7 @@ def block_json(part: Part, call: ModelCallInfo) -> Json:
 def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
     """A `message` body."""
     blocks: list[Json] = [block_json(part, call) for part in answer.parts]
-    return dump_json(_head(call) | {"content": blocks} | _stop(answer) | {"usage": usage_json(usage)})
+    return dump_json(_head(call) | {"content": blocks} | _stop(call, answer) | {"usage": usage_json(usage)})
 
 
 def _head(call: ModelCallInfo) -> dict[str, Json]:
@@ -247,7 +241,7 @@ class MessageStream:
         return (
             begun
             + self._close()
-            + _event("message_delta", delta=_stop(answers[0]), usage=usage_json(usage))
+            + _event("message_delta", delta=_stop(self.call, answers[0]), usage=usage_json(usage))
             + _event("message_stop")
         )
 

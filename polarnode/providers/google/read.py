@@ -152,9 +152,20 @@ def _alone(shown_parts: tuple[PartShape, ...], role: str | None) -> Iterator[Mes
 
 
 def _user(shown_parts: tuple[PartShape, ...]) -> Iterator[Message]:
+    """A user's content: its texts and results in order. Media right after a result belongs to it, because
+    Gemini CLI puts the image that a tool read beside its functionResponse for models that it does not know;
+    as a message of its own it would stand between the results of parallel calls.
+    """
     texts: list[str] = []
+    result: Message | None = None
     empty = True
     for part in shown_parts:
+        if result is not None and (part.inlineData is not None or part.fileData is not None):
+            result = evolve(result, text=paragraphs((result.text, _beside(part))))
+            continue
+        if result is not None:
+            yield result
+            result = None
         if part.functionResponse is None:
             texts.append(_shown(part))
             continue
@@ -163,7 +174,9 @@ def _user(shown_parts: tuple[PartShape, ...]) -> Iterator[Message]:
         texts, empty = [], False
         response = part.functionResponse
         call_id = inward(response.id or "", response.name) or response.name
-        yield Message(role="tool", text=result_text(response), call_id=call_id)
+        result = Message(role="tool", text=result_text(response), call_id=call_id)
+    if result is not None:
+        yield result
     if texts or empty:  # one message per content, even for an empty one
         yield Message(role="user", text=paragraphs(texts))
 

@@ -155,19 +155,9 @@ def error(fault: Fault) -> Reply:
 NOTHING: Json = {"text": ""}
 
 
-def finish_reason(answer: Answer) -> str:
-    """The finish reason. This API has none for calls or stop strings. Calls take precedence, as in every
-    dialect, because Gemini CLI stops on MAX_TOKENS.
-    """
-    if answer.calls:
-        return "STOP"
-    match answer.finish_reason:
-        case "stop" | "stop_string" | "tool_calls":
-            return "STOP"
-        case "length" | "abort" | "error":
-            return "MAX_TOKENS"
-        case _:
-            assert_never(answer.finish_reason)
+def finish_reason(call: ModelCallInfo, answer: Answer) -> str:
+    """The finish reason. This API has none for calls or stop strings."""
+    return "MAX_TOKENS" if call.cut(answer) else "STOP"
 
 
 def usage_json(usage: Usage) -> Json:
@@ -248,7 +238,7 @@ def whole(call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes
             ],
             index,
             logprobs=answer.logprobs,
-            finish=finish_reason(answer),
+            finish=finish_reason(call, answer),
         )
         for index, answer in enumerate(answers)
     ]
@@ -324,7 +314,8 @@ class ContentStream:
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         begun = self.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
         last: list[Json] = [
-            candidate_json([], index, finish=finish_reason(answer)) for index, answer in enumerate(answers)
+            candidate_json([], index, finish=finish_reason(self.call, answer))
+            for index, answer in enumerate(answers)
         ]
         return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
 

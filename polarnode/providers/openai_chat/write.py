@@ -1,8 +1,7 @@
 """Chat Completions: answers, whole or as chunks, and OpenRouter's `reasoning_details`.
 
-`finish_reason` is exactly `tool_calls` whenever there is a call, whatever else ended the answer, because
-OpenClaw executes nothing otherwise and Qwen Code, opencode and hermes ask again. A call is sent in one chunk,
-id, name and arguments together.
+`finish_reason` is `tool_calls` for an answer that ended with calls, and `length` for one that was cut, with
+or without calls. A call is sent in one chunk, id, name and arguments together.
 
 `reasoning_details` is the one opaque field of this API that a client returns. It names the turn of an answer,
 which a turn without tool calls cannot do otherwise. It is written only for clients of OpenRouter's API (they
@@ -76,19 +75,13 @@ def detail_refs(echoed: Json) -> Iterator[str]:
 LEAST_LOGPROB: Final = -9999.0
 
 
-def finish_reason(answer: Answer) -> str:
+def finish_reason(call: ModelCallInfo, answer: Answer) -> str:
     """The finish reason. A sample cut by an abort is reported as `length`: both mean that the answer is
     incomplete.
     """
-    if answer.calls:
-        return "tool_calls"
-    match answer.finish_reason:
-        case "stop" | "stop_string" | "tool_calls":
-            return "stop"
-        case "length" | "abort" | "error":
-            return "length"
-        case _:
-            assert_never(answer.finish_reason)
+    if call.cut(answer):
+        return "length"
+    return "tool_calls" if answer.calls else "stop"
 
 
 def usage_json(usage: Usage) -> Json:
@@ -138,7 +131,7 @@ def whole(call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes
             "index": index,
             "message": message_json(call, answer),
             "logprobs": logprobs_json(answer.logprobs),
-            "finish_reason": finish_reason(answer),
+            "finish_reason": finish_reason(call, answer),
         }
         for index, answer in enumerate(answers)
     ]
@@ -191,7 +184,7 @@ class ChatStream:
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         last = b"".join(
-            self._chunk(details(self.call), choice, finish=finish_reason(answer))
+            self._chunk(details(self.call), choice, finish=finish_reason(self.call, answer))
             for choice, answer in enumerate(answers)
         )
         counts = (

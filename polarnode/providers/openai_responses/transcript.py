@@ -164,14 +164,20 @@ class Transcript:
 
     def reasoning(self, item: Object, path: str) -> None:
         """Thinking: what this node sealed, else the raw thinking, else its summary. Content sealed by another
-        server is not opened, only kept as a reference.
+        server is not opened, only kept as a reference; where nothing else is in the item, it is no answer.
         """
         shape = shaped(item, ReasoningItem, path)
         ours = self._unsealed(shape.encrypted_content)
         shown = paragraphs(self._parts(shape.content, f"{path}.content")) or paragraphs(
             self._parts(shape.summary, f"{path}.summary")
         )
-        self._answering = True
+        if ours is None and not shown:
+            self.notes.append(
+                f"{path.removeprefix('$.')}: the reasoning was not made by this node, or was left out, and"
+                " cannot be read"
+            )
+        else:
+            self._answering = True
         self._thoughts.append(shown if ours is None else ours.thinking or shown)
         self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
 

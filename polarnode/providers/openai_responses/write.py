@@ -90,13 +90,12 @@ def response_json(
 
 
 def status(call: ModelCallInfo, answer: Answer) -> str:
-    """The status. An answer with calls is complete, whatever cut it, because its client must run them and
-    Codex stops on an incomplete response. A compaction is complete, because its single item is whole. A
-    sample cut by an abort is reported like one cut by a limit: both mean that the answer is incomplete, and
-    this API has no other reason.
+    """The status. A compaction is complete, because its single item is whole. A sample cut by an abort is
+    reported like one cut by a limit: both mean that the answer is incomplete, and this API has no other
+    reason.
     """
-    whole = bool(answer.calls) or bool(call.request.extras.get("compacts"))
-    return "incomplete" if not whole and answer.finish_reason in ("length", "abort", "error") else "completed"
+    compacts = bool(call.request.extras.get("compacts"))
+    return "incomplete" if call.cut(answer) and not compacts else "completed"
 
 
 # ── items ─────────────────────────────────────────────────────────────────────
