@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 import trio
 from attrs import define, evolve, field
 
+from polarnode.containers.file_faults import reason_of
 from polarnode.containers.files import (
     DEEPEST,
     FILE_FLAGS,
@@ -23,7 +24,6 @@ from polarnode.containers.files import (
     entries,
     opened_below,
     opened_child,
-    reason_of,
     remove,
 )
 from polarnode.containers.user_namespace import IDS

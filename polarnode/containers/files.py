@@ -23,6 +23,7 @@ from typing import BinaryIO
 import trio
 from attrs import define, field, frozen
 
+from polarnode.containers.file_faults import explained, fault, reason_of
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ContentFault, RuntimeFault
 from polarnode.support.bounded import written_whole
@@ -33,13 +34,6 @@ SYS_OPENAT2 = 437  # the same number on every architecture
 RESOLVE = 0x10 | 0x04 | 0x02  # IN_ROOT, NO_SYMLINKS, NO_MAGICLINKS (linux/openat2.h)
 IN_ROOT_ALONE = 0x10 | 0x02  # links are followed as they lead inside
 OF_FOLDER = 0x08 | 0x04 | 0x02 | 0x01  # BENEATH, NO_SYMLINKS, NO_MAGICLINKS, NO_XDEV
-REASONS = {
-    errno.ELOOP: "a link is in the way",
-    errno.EROFS: "it is read-only, as all but the writable places is while a harness runs",
-    errno.EXDEV: "another file system is mounted there",
-}
-# a full disk, a broken one, no descriptors and no memory left: not what a container holds
-OF_MACHINE = frozenset({errno.ENOSPC, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 PASSWD_LIMIT = 1 << 20  # bytes of an image's /etc/passwd, and of /etc/hosts
 FOLDER_MODE = 0o755
 
@@ -70,7 +64,7 @@ class ContainerFiles:
         theirs then.
         """
         parts = _parts(path)
-        with _explained(f"writing {path}"):
+        with explained(f"writing {path}"):
             folder = self._folders(parts[:-1], owner, at_s)
             try:
                 with _time_kept(folder, keep=at_s is not None):
@@ -83,13 +77,13 @@ class ContainerFiles:
         0555, which binds root without capabilities. Its time becomes `at_s`.
         """
         top = f"/proc/self/fd/{self.root}"
-        with _explained("giving / its mode"):
+        with explained("giving / its mode"):
             os.chmod(top, FOLDER_MODE)
             os.utime(top, (at_s, at_s))
 
     def make_folder(self, path: str, owner: Account, *, at_s: int | None = None) -> None:
         """Make a folder and those above it; an existing one stays as it is. `at_s` as in `write`."""
-        with _explained(f"making {path}"):
+        with explained(f"making {path}"):
             os.close(self._folders(_parts(path), owner, at_s))
 
     def open_up(self, path: str, owner: Account) -> None:
@@ -97,7 +91,7 @@ class ContainerFiles:
         something else than a folder or a link has its name.
         """
         *above, name = _parts(path)
-        with _explained(f"making {path}"):
+        with explained(f"making {path}"):
             folder = self._folders(above, owner, None)
             try:
                 with suppress(FileNotFoundError):
@@ -115,7 +109,7 @@ class ContainerFiles:
     def forget_host(self, name: str) -> None:
         """Take a name out of /etc/hosts, links inside followed; do nothing where there is none."""
         with (
-            _explained("writing /etc/hosts"),
+            explained("writing /etc/hosts"),
             suppress(FileNotFoundError),
             opened_below(self.root, "/etc/hosts", os.O_RDWR, links=True) as opened,
         ):
@@ -134,9 +128,9 @@ class ContainerFiles:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 return None
-            raise _fault(f"reading {path}", error) from error
+            raise fault(f"reading {path}", error) from error
         try:
-            with _explained(f"reading {path}"):
+            with explained(f"reading {path}"):
                 return _read(opened, limit) if stat.S_ISREG(os.fstat(opened).st_mode) else None
         finally:
             os.close(opened)
@@ -230,26 +224,6 @@ def _time_kept(folder: int, *, keep: bool) -> Iterator[None]:
     if keep:
         # the root may be open as a path alone, which has no utime of its own
         os.utime(f"/proc/self/fd/{folder}", ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn an OSError inside into a RuntimeFault that names the operation."""
-    try:
-        yield
-    except OSError as error:
-        raise _fault(what, error) from error
-
-
-def _fault(what: str, error: OSError) -> RuntimeFault:
-    """The machine's where it lacks room or fails; all else is of what the container holds."""
-    kind = RuntimeFault if error.errno in OF_MACHINE else ContentFault
-    return kind(f"{what}: {reason_of(error)}")
-
-
-def reason_of(error: OSError) -> str:
-    """Why something in a container could not be opened, read or written."""
-    return REASONS.get(error.errno or 0, error.strerror or str(error))
 
 
 def _read(opened: int, limit: int) -> bytes:

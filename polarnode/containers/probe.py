@@ -81,11 +81,6 @@ class Store:
         return self.state_dir / "etc" / "seccomp.json"
 
     @property
-    def traced_profile(self) -> Path:
-        """The profile of sessions whose task asks for `ptrace`."""
-        return self.state_dir / "etc" / "seccomp-ptrace.json"
-
-    @property
     def storage(self) -> Path:
         """Podman's own graph root: images and containers."""
         return self.state_dir / "storage"

@@ -33,7 +33,7 @@ from polarnode.containers.prepared import PodmanCopies, Workspace, Workspaces, w
 from polarnode.containers.probe import PodmanFindings, Store
 from polarnode.containers.recipes import RuntimesSettings, default_runtimes_dir, read_recipes
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.service import PodmanService, configure_store
+from polarnode.containers.service import PodmanService, configure_store, traced_profile
 from polarnode.containers.starting import Starter
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.snapshots import FrozenImage
@@ -450,7 +450,7 @@ async def _pooled(
         service=service,
         findings=findings,
         seccomp=store.seccomp_profile,
-        traced=store.traced_profile,
+        traced=traced_profile(store),
         node_id=settings.node_id,
         owner=owner,
         watch=watch,

@@ -64,9 +64,14 @@ def write_configuration(store: Store, findings: PodmanFindings) -> None:
     Raises RuntimeFault where the machine's default profile cannot be used.
     """
     _replace(store.seccomp_profile, seccomp_profile(findings))
-    _replace(store.traced_profile, seccomp_profile(findings, ptrace=True))
+    _replace(traced_profile(store), seccomp_profile(findings, ptrace=True))
     _replace(store.containers_conf, containers_conf(store, findings))
     _replace(store.storage_conf, storage_conf(store, findings))
+
+
+def traced_profile(store: Store) -> Path:
+    """The seccomp profile of sessions whose task asks for `ptrace`."""
+    return store.seccomp_profile.with_stem("seccomp-ptrace")
 
 
 def containers_conf(store: Store, findings: PodmanFindings) -> str:

@@ -21,13 +21,13 @@ from pathlib import Path
 import trio
 from attrs import define, field, frozen
 
+from polarnode.containers.file_faults import REASONS, reason_of
 from polarnode.containers.files import (
     ENTRIES_LIMIT,
     FILE_FLAGS,
     FOLDER_FLAGS,
     NAMED_LIMIT,
     NO_FILE,
-    REASONS,
     Account,
     ContainerFiles,
     TarWriter,
@@ -35,7 +35,6 @@ from polarnode.containers.files import (
     entries,
     opened_below,
     opened_child,
-    reason_of,
     remove,
     walk,
 )
