@@ -1,7 +1,7 @@
 """Claude Code: speaks Anthropic Messages and is configured by its environment; MCP servers come in a file
 named on its command line.
 
-Measured with 2.1.328. Its prompts are 40 kB and more, with `system` entries in mid-conversation and tools
+Measured with 2.1.332. Its prompts are 40 kB and more, with `system` entries in mid-conversation and tools
 that appear later. It assumes a context of a million tokens for an unknown model, so the true window is set.
 As root it refuses to skip permissions unless `IS_SANDBOX` is set.
 """
@@ -19,7 +19,7 @@ from polarnode.harnesses.harness import (
     skill_files,
 )
 
-VERSION = "2.1.328"
+VERSION = "2.1.332"
 APIS = ("anthropic",)
 # It writes its conversation every 0.1 s, later on a busy machine. A copy made sooner lacks the last tool's
 # result: 8 of 13 copies made at once did, 1 of 13 after 0.25 s with five times the load that the cores bear.

@@ -1,7 +1,7 @@
 """Codex CLI: speaks OpenAI Responses and is configured by `~/.codex/config.toml`; the environment alone
 cannot redirect it.
 
-Measured with 0.169.0. The config defines a provider `local`, because the built-in one opens a WebSocket
+Measured with 0.171.0. The config defines a provider `local`, because the built-in one opens a WebSocket
 first, compacts remotely and adds fields. A context overflow is fatal to Codex, so the true window is set and
 it compacts before that. The model's name decides the tools: an unknown name gives plain functions, `gpt-5.5`
 a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0. A
@@ -22,7 +22,7 @@ from polarnode.harnesses.harness import (
     toml_bytes,
 )
 
-VERSION = "0.169.0"
+VERSION = "0.171.0"
 APIS = ("responses",)
 # share of the window: the summary call, its answer and one more tool result must still fit
 COMPACT_AT = 0.8

@@ -1,7 +1,7 @@
 """opencode: speaks the API of the AI-SDK adapter its config names; it ships with four. Configured by
 `~/.config/opencode/opencode.json`.
 
-Measured with 1.18.33. `--title` saves a side call before the first turn. After a compaction it exits with 1
+Measured with 1.18.34. `--title` saves a side call before the first turn. After a compaction it exits with 1
 although its work is done, so its exit code alone does not decide. A missing finish reason, a JSON body or a
 prompt that stays too long sends it into an endless loop.
 """
@@ -19,7 +19,7 @@ from polarnode.harnesses.harness import (
     skill_files,
 )
 
-VERSION = "1.18.33"
+VERSION = "1.18.34"
 ADAPTERS = {
     "chat": ("@ai-sdk/openai-compatible", "/v1"),
     "responses": ("@ai-sdk/openai", "/v1"),

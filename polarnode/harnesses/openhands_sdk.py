@@ -1,7 +1,7 @@
 """OpenHands SDK: a library, so a short runner script drives its default agent, through litellm, without
 streaming.
 
-Measured with 1.58.0. It ends with its `finish` tool or with text without a tool call. It times a call out
+Measured with 1.58.2. It ends with its `finish` tool or with text without a tool call. It times a call out
 after 300 s and retries, and an answer that is not streamed cannot be kept alive, so the limit is raised. A
 context overflow is fatal to it, so its condenser is set to a share of the window.
 """
@@ -19,7 +19,7 @@ from polarnode.harnesses.harness import (
     skill_files,
 )
 
-VERSION = "1.58.0"
+VERSION = "1.58.2"
 APIS = ("openai", "responses", "anthropic", "text")
 CALL_S = 7200  # seconds per call, longer than any run budget
 COMPACT_AT = 0.7  # share of the window: the kept messages, the summary and the answer must fit

@@ -1,9 +1,9 @@
-"""Pi (`@mariozechner/pi-coding-agent`): reads its provider and the API to speak from
+"""Pi (`@earendil-works/pi-coding-agent`): reads its provider and the API to speak from
 `~/.pi/agent/models.json`.
 
-Measured with 0.73.1. It always streams, never asks for approval, has no MCP client, and exits with 0 even
-when it did nothing. If a stream ends cleanly inside a tool call's arguments, pi executes the incomplete call;
-the model plane therefore breaks the connection instead.
+Measured with 1.6.0. It always streams, never asks for approval, and exits with 0 even when it did nothing.
+Its MCP client, newer than this module, is not configured. If a stream ends cleanly inside a tool call's
+arguments, pi executes the incomplete call; the model plane therefore breaks the connection instead.
 """
 
 from polarnode.core.conversation import Json
@@ -19,7 +19,7 @@ from polarnode.harnesses.harness import (
     skill_files,
 )
 
-VERSION = "0.73.1"
+VERSION = "1.6.0"
 BASES = {
     "openai-completions": "/v1",
     "openai-responses": "/v1",
@@ -87,7 +87,7 @@ def _models(order: HarnessOrder, name: str) -> dict[str, Json]:
     provider: dict[str, Json] = {
         "baseUrl": f"{order.endpoint.base_url}{BASES[api]}",
         "api": api,
-        "apiKey": "LOCAL_API_KEY",  # the name of the variable, not the key
+        "apiKey": "$LOCAL_API_KEY",  # the variable, not the key
         "models": [model],
     }
     return {"providers": {"local": provider}}

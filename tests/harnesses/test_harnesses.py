@@ -101,7 +101,7 @@ def test_shell_without_a_command_is_refused() -> None:
 def test_an_unknown_harness_or_version_is_refused() -> None:
     with pytest.raises(Refused, match=r"there are: claude_code, codex, gemini_cli, .*shell"):
         harnesses.find(HarnessSpec(name="codexx"))
-    with pytest.raises(Refused, match=r"pins 0\.73\.1"):
+    with pytest.raises(Refused, match=r"pins 1\.6\.0"):
         harnesses.find(HarnessSpec(name="pi", version="0.1"))
     assert harnesses.find(HarnessSpec(name="pi", version=pi.VERSION)) is pi.HARNESS
 
