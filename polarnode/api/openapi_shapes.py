@@ -172,9 +172,10 @@ class HealthAnswer:
 
 @frozen(kw_only=True)
 class ReadyAnswer:
-    """503 when it is not ready."""
+    """503 when it is not ready, with the reason."""
 
     ready: bool
+    reason: str | None = None
 
 
 @frozen(kw_only=True)

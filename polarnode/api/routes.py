@@ -15,7 +15,7 @@ from polarnode.api.exports import check_format, event_stream, export, file_piece
 from polarnode.api.metrics import CONTENT_TYPE, exposition
 from polarnode.api.page import PageRoutes
 from polarnode.api.query import FILTERS, Ack, Query, last_event_id, read_query
-from polarnode.api.service import NotFound, Service, json_response
+from polarnode.api.service import NotFound, Service, json_response, readiness
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_evaluation, read_task, task_json
@@ -280,8 +280,7 @@ class Routes:
 
     async def readyz(self) -> Response:
         await trio.lowlevel.checkpoint()
-        ready = self.service.ready()
-        return json_response({"ready": ready}, 200 if ready else 503)
+        return readiness(self.service.unready())
 
 
 def _number(ack: Ack) -> int:

@@ -107,6 +107,9 @@ class Service(Protocol):
     def ready(self) -> bool:
         """Whether the engine answers and tasks are accepted."""
 
+    def unready(self) -> str | None:
+        """Why it is not ready, in one sentence; None when it is."""
+
 
 # ── errors ────────────────────────────────────────────────────────────
 
@@ -141,6 +144,13 @@ class Unauthorized(PolarnodeError):
 
 def json_response(value: Json, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(dump_json(value), status, headers, content_type="application/json")
+
+
+def readiness(reason: str | None) -> Response:
+    """The answer of a probe: 503 with the reason where it is not ready."""
+    if reason is None:
+        return json_response({"ready": True})
+    return json_response({"ready": False, "reason": reason}, 503)
 
 
 def error_json(kind: str, message: str, path: str | None = None) -> dict[str, Json]:

@@ -32,6 +32,7 @@ from polarnode.core.task import RuntimeSpec
 from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect
 from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
+from polarnode.journal.values import TASK_DISK_FREE_BYTES
 from polarnode.node.checks import requirements
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.config_sources import as_written
@@ -221,6 +222,7 @@ def _findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
     yield from required
     yield from kernel_limits(config)
     yield disk(store_dir(config))
+    yield state_disk(Path(config.state_dir))
     if config.engine == "simulated":
         yield simulated(config)
     elif config.engine_urls:
@@ -287,6 +289,20 @@ def disk(state_dir: Path) -> Finding:
         ok=free >= ENOUGH_DISK,
         what=f"{free / (1 << 30):.0f} GiB free for images and containers at {place}",
         remedy=remedy,
+    )
+
+
+def state_disk(state_dir: Path) -> Finding:
+    """Whether the journal's disk has room for a task; a node on a full or read-only one takes none."""
+    place = next(folder for folder in (state_dir, *state_dir.absolute().parents) if folder.exists())
+    free, read_only = shutil.disk_usage(place).free, os.statvfs(place).f_flag & os.ST_RDONLY
+    ok = free >= TASK_DISK_FREE_BYTES and not read_only
+    what = "read-only" if read_only else f"{free / (1 << 30):.1f} GiB free"
+    return Finding(
+        name="state disk",
+        ok=ok,
+        what=f"{what} for the journal and the logs at {place}",
+        remedy="" if ok else "free space, or set --state-dir to a folder on a larger disk: no task is taken",
     )
 
 

@@ -33,6 +33,10 @@ class Steps:
             self._text = text
             self._began = self._written = trio.current_time()
 
+    def now(self) -> tuple[str, float]:
+        """The current step, "" before the first, and its seconds so far."""
+        return self._text, trio.current_time() - self._began if self._text else 0.0
+
     def end(self) -> None:
         """Show no more seconds."""
         self._over = True

@@ -4,7 +4,9 @@ The first request to a node is not retried, so that a wrong address is reported 
 wait for a node that restarts.
 """
 
+import math
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +21,7 @@ from polarnode.cli import output
 from polarnode.cli.output import bounded, harmless, open_console
 from polarnode.cli.sources import SourceSelection, build_images, note_lines, written_whole
 from polarnode.client.blocking import PolarnodeClient
+from polarnode.client.values import NodeStarts
 from polarnode.core import codec
 from polarnode.core.errors import Refused
 from polarnode.core.status import Submitted
@@ -29,6 +32,8 @@ from polarnode.sources.values import SourcedTask
 Query = Mapping[str, Any]
 LINES = {"sft": "conversations", "rewards": "rewards"}  # of an export, by its kind
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# between two questions to a node that starts, which takes from seconds to minutes, and between two lines
+STARTED_S, SAID_S = 1.0, 15.0
 
 
 @frozen(kw_only=True)
@@ -46,6 +51,20 @@ class RemoteNode:
     def client(self, *, patience_s: float = 0.0) -> PolarnodeClient:
         return PolarnodeClient(self.url, token=self.token, patience_s=patience_s)
 
+    def wait_started(self) -> None:
+        """Wait for a node that starts, and say so. Raises Unreachable at once for one that is not there."""
+        said = -math.inf
+        while True:
+            try:
+                self.client().status()
+            except NodeStarts as starting:
+                if time.monotonic() - said >= SAID_S:
+                    said = time.monotonic()
+                    click.echo(f"· waiting: {harmless(str(starting))}", err=True)
+                time.sleep(STARTED_S)
+            else:
+                return
+
 
 def submit(sources: SourceSelection, node: RemoteNode, config: NodeConfig) -> None:
     """Submit the tasks of sources. Task ids go to stdout for scripts, everything else to stderr.
@@ -54,7 +73,7 @@ def submit(sources: SourceSelection, node: RemoteNode, config: NodeConfig) -> No
     images to build there.
     """
     tasks = sources.tasks()
-    node.client().status()
+    node.wait_started()
     for note in note_lines(tasks):
         click.echo(f"· {harmless(note)}", err=True)
     if node.local:

@@ -9,6 +9,7 @@ import os
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from socket import socket
 
 import trio
 from rich.console import Console
@@ -26,10 +27,11 @@ from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node import checks
 from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.joining import FleetEntry, joining_config
-from polarnode.node.node import Node
-from polarnode.node.opening import open_node
+from polarnode.node.node import Node, control_certificate
+from polarnode.node.opening import STARTING_ENGINE, open_node
 from polarnode.node.orphan import orphaned
 from polarnode.node.serving import serve_control_plane
+from polarnode.node.starting import StartingNode
 from polarnode.sources.reading import task_value
 from polarnode.support.bounded import open_node_log, private_folder
 from polarnode.support.concurrency import open_background
@@ -45,18 +47,19 @@ def serve(config: NodeConfig) -> int:
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         private_folder(state)
     config = joining_config(config)
-    # reports a taken port now, not after the engine has started
-    listening_socket(Address(host=config.host, port=config.port)).close()
-    checks.refuse_unfit(config)
-    with boundary(ConfigError, f"--state-dir {state} cannot be written"):
-        open_node_log(state)
-    logger.info("node %s starts: polarnode %s, process %d", config.node_id, version("polarnode"), os.getpid())
-    trio.run(_serve, config, open_console())
+    # a taken port is said now, not after the engine has started, and whoever asks is answered from now on
+    with listening_socket(Address(host=config.host, port=config.port)) as listener:
+        checks.refuse_unfit(config)
+        with boundary(ConfigError, f"--state-dir {state} cannot be written"):
+            open_node_log(state)
+        process = os.getpid()
+        logger.info("node %s starts: polarnode %s, process %d", config.node_id, version("polarnode"), process)
+        trio.run(_serve, config, listener, open_console())
     logger.info("node %s has stopped", config.node_id)
     return 0
 
 
-async def _serve(config: NodeConfig, console: Console) -> None:
+async def _serve(config: NodeConfig, listener: socket, console: Console) -> None:
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
@@ -64,9 +67,11 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             lambda text: console.print(f"· {text}", style="dim"), console, f"logs: {config.state_dir}"
         )
         nursery.start_soon(steps.show)
+        starting = StartingNode(listener, control_certificate(config), partial(_waits_for, steps))
+        await nursery.start(starting.serve)
         async with (
             open_node(config, report=steps.report) as node,
-            serve_control_plane(node) as address,
+            serve_control_plane(node, starting.hand_over()) as address,
             open_background(partial(_stop_as_orphan, node, stop)),
             open_background(partial(_announce, node, address)),
         ):
@@ -84,6 +89,9 @@ async def _serve(config: NodeConfig, console: Console) -> None:
                     "· the engine is simulated: every answer is random, no model is loaded",
                     style="bold yellow",
                 )
+            if (why := node.unready()) is not None:
+                logger.warning("node %s is not ready: %s", config.node_id, why)
+                console.print(f"· it is not ready: {why}", style="bold yellow", soft_wrap=True)
             console.print(f"· its page is {url}/ui/", style="dim", soft_wrap=True)
             console.print(
                 f"· submit tasks with: polarnode submit task.toml --url {url}; Ctrl-C stops", style="dim"
@@ -91,6 +99,13 @@ async def _serve(config: NodeConfig, console: Console) -> None:
             await requested(stop)
             await _end(node, console)
         nursery.cancel_scope.cancel()
+
+
+def _waits_for(steps: Steps) -> str:
+    """What a node that starts says to whoever asks: not the step's own words, which name folders."""
+    step, seconds = steps.now()
+    what = "the engine starts" if step == STARTING_ENGINE else "the node starts"
+    return f"{what}, {seconds:.0f} s so far"
 
 
 async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> None:

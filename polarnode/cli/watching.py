@@ -44,7 +44,9 @@ def watch(
 ) -> None:
     """Print a line for each event as it arrives; with `task_id`, until that task is done."""
     client = node.client(patience_s=PATIENCE_S)
-    node.client().status() if task_id is None else node.client().task(task_id)
+    node.wait_started()
+    if task_id is not None:
+        node.client().task(task_id)
     after = NEWEST if newest else None
     events = client.trajectories(consumer=consumer, task_id=task_id, after=after, ack=consumer is not None)
     console, ends = open_console(), SameEnds()

@@ -13,7 +13,7 @@ from polarnode.core.codec.json import read_json, structure
 from polarnode.core.codec.trajectories import read_trajectory
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.positions import ALONE, Position
-from polarnode.core.status import RewardEvent, UnreadableEvent
+from polarnode.core.status import STARTING, RewardEvent, UnreadableEvent
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group, read_group
 
@@ -117,10 +117,14 @@ class Unreachable(PolarnodeError):
     boundary = "node"
 
 
-def read_error(status: int, reason: str, headers: Mapping[str, str], body: bytes) -> ClientError:
+class NodeStarts(Unreachable):
+    """The node's socket is bound and its engine is not ready yet: for a client it is not there yet."""
+
+
+def read_error(status: int, reason: str, headers: Mapping[str, str], body: bytes) -> ClientError | NodeStarts:
     """Read the error of a response. `headers` have lower-case names.
 
-    An intermediary, or a node that is starting, may send a body that is not the node's own.
+    An intermediary may send a body that is not the node's own.
     """
     wait = headers.get("retry-after", "")
     # the node sends seconds; for a date, the client's own pauses are used
@@ -134,6 +138,8 @@ def read_error(status: int, reason: str, headers: Mapping[str, str], body: bytes
             retry_after=seconds,
         )
     message, kind, path = found
+    if kind == STARTING:
+        return NodeStarts(f"the node is not ready yet: {message}")
     return ClientError(message, status=status, type=kind, path=path, retry_after=seconds)
 
 

@@ -302,6 +302,13 @@ class ContainerClient:
         )
         return str(found["Id"])
 
+    async def has_image(self, image: str) -> bool:
+        """Whether an image is in the store."""
+        try:
+            return bool(await self.image_id(image))
+        except RuntimeFault:
+            return False
+
     async def start(self, container: str) -> None:
         """Let the first process run."""
         await self._call("start", lambda client: _checked(client.api.post(f"/containers/{container}/start")))

@@ -177,6 +177,7 @@ class Pool:
     # under backpressure nothing is started in advance
     held: bool = field(default=False, init=False)
     _cold: int = field(default=0, init=False)  # sessions that wait for a start of their own
+    _present: set[str] = field(factory=set, init=False)  # images that were in the store
     _starts: StartDurations = field(factory=StartDurations, init=False)
     _requests: dict[tuple[Shape, Workspace | None], PrewarmRequest] = field(factory=dict, init=False)
     _shelves: dict[Shape, Shelf] = field(factory=dict, init=False)
@@ -295,10 +296,13 @@ class Pool:
 
     async def _fill_one(self, shape: Shape, shelf: Shelf) -> None:
         try:
+            if not await self._is_present(shape.image):
+                shelf.retry_at = trio.current_time() + RETRY_S
+                return
             shelf.ready.append(await self._start(shape, WARM_SESSION, shelf.started_for))
             shelf.retry_at = -math.inf
         except RuntimeFault as fault:
-            # logged once: an image that is still being built fails every few seconds
+            self._present.discard(shape.image)
             if shelf.retry_at == -math.inf:
                 _log.warning(
                     "no warm runtime of %s yet, tried again every %.0f s: %s", shape.image, RETRY_S, fault
@@ -309,6 +313,12 @@ class Pool:
             shelf.settled.set()
             shelf.settled = trio.Event()
             self._changed.set()
+
+    async def _is_present(self, image: str) -> bool:
+        """Whether an image is there: one that is still being built is waited for, and is no failure."""
+        if image not in self._present and await self.starter.client.has_image(image):
+            self._present.add(image)
+        return image in self._present
 
     def _next_look(self) -> float:
         """When to look again without a wake-up: at a failed start's next try, or for one that is too old."""

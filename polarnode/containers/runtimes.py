@@ -293,10 +293,7 @@ class Runtimes:
 
     async def has_image(self, image_id: str) -> bool:
         """Whether an image is in the store."""
-        try:
-            return bool(await self._sweeper.client.image_id(image_id))
-        except RuntimeFault:
-            return False
+        return await self._sweeper.client.has_image(image_id)
 
     @property
     def freezing_obstacle(self) -> str | None:

@@ -5,7 +5,7 @@ write have defaults. Times are seconds since the epoch.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
 from attrs import field, frozen
 
@@ -13,6 +13,8 @@ from polarnode.core.arrays import Float32Array, Int32Array
 from polarnode.core.conversation import Json, json_key
 from polarnode.core.task import EvaluationSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
+
+STARTING: Final = "starting"  # the type of the error with which a node answers until it serves
 
 
 @frozen(kw_only=True)

@@ -14,7 +14,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.client.pins import causes, reason_of, trust
-from polarnode.client.values import ClientError, Unreachable, read_error
+from polarnode.client.values import ClientError, NodeStarts, Unreachable, read_error
 from polarnode.core.codec.json import dump_json, plain, read_json
 
 CONNECT_S: Final = 3.0  # a machine that is there answers in milliseconds, also across a data centre
@@ -40,13 +40,15 @@ class NodeAnswer:
         return read_json(self.body)
 
     @property
-    def error(self) -> ClientError:
+    def error(self) -> ClientError | NodeStarts:
         """The error that the node reports, for a status of 300 or more."""
         return read_error(self.status, "", self.headers, self.body)
 
 
 class NobodyListens(Unreachable):
-    """No connection was made: the process is gone, or its machine refuses them."""
+    """No connection was made: the process is gone, or its machine refuses them. Or it is starting, and knows
+    of no task yet.
+    """
 
 
 @define(eq=False, kw_only=True)
@@ -75,7 +77,10 @@ class Link:
         if value is not None:
             body, sent["Content-Type"] = dump_json(plain(value)), "application/json"
         async with self._sent(method, path, body, sent, timeout_s) as (response, pieces):
-            return await _whole(response, pieces)
+            answer = await _whole(response, pieces)
+        if answer.status == 503 and isinstance(answer.error, NodeStarts):
+            raise NobodyListens(f"{self.url}: {answer.error}")
+        return answer
 
     async def call(self, method: str, path: str, **more: Any) -> Any:
         """The answer's JSON, of a request as of `ask`. Raises Unreachable, and ClientError for an error
@@ -95,7 +100,8 @@ class Link:
         """
         async with self._sent("GET", path, None, dict(headers or {}), silence_s) as (response, pieces):
             if response.status_code >= 300:
-                raise (await _whole(response, pieces)).error
+                error = (await _whole(response, pieces)).error
+                raise NobodyListens(f"{self.url}: {error}") if isinstance(error, NodeStarts) else error
             yield pieces
 
     @asynccontextmanager

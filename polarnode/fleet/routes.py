@@ -15,7 +15,7 @@ from quart import Response, request
 from quart_trio import QuartTrio
 
 from polarnode.api.query import PARQUET, Query, read_query
-from polarnode.api.service import NotFound, error_json, json_response
+from polarnode.api.service import NotFound, error_json, json_response, readiness
 from polarnode.client.requests import JSON_BODY
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.forks import fork_task, read_fork
@@ -333,8 +333,9 @@ class FrontRoutes:
 
     async def readyz(self) -> Response:
         await trio.lowlevel.checkpoint()
-        ready = self.front.in_office and bool(self.front.roster.in_state("up"))
-        return json_response({"ready": ready}, 200 if ready else 503)
+        if not self.front.in_office:
+            return readiness("this front is not in office")
+        return readiness(None if self.front.roster.in_state("up") else "no node of the fleet is up")
 
 
 async def sent_body() -> bytes:

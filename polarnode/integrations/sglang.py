@@ -29,7 +29,7 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.app import Extension
-from polarnode.api.service import Service, answer_of, json_response
+from polarnode.api.service import Service, answer_of, json_response, readiness
 from polarnode.core.codec.json import structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, PolarnodeError, Refused
@@ -365,8 +365,7 @@ class SglangRoutes:
 
     async def healthy(self) -> Response:
         await trio.lowlevel.checkpoint()
-        ready = self.service.ready()
-        return json_response({"ready": ready}, 200 if ready else 503)
+        return readiness(self.service.unready())
 
     async def model_info(self) -> Response:
         await trio.lowlevel.checkpoint()

@@ -426,6 +426,8 @@ class Journal:
         return self._writer.damage or self._writer.warning or self._full_sentence()
 
     def _full_sentence(self) -> str | None:
+        if os.statvfs(self.path.parent).f_flag & os.ST_RDONLY:
+            return f"the journal's disk is read-only ({self.path.parent}): no new task is taken"
         # free pages of the file are reused first, through a write-ahead log beside it
         free = self._progress.disk_free + self._progress.free_bytes
         if free < DISK_FREE_BYTES or self._progress.disk_free < WAL_KEPT_BYTES:

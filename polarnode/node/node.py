@@ -42,7 +42,7 @@ from polarnode.http.server import (
 )
 from polarnode.journal.journal import Journal
 from polarnode.node.config import NodeConfig
-from polarnode.rollouts.admission import backpressure, check_task
+from polarnode.rollouts.admission import backpressure, check_task, full_disk
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.forks import check_fork
@@ -313,9 +313,22 @@ class Node:
 
     def ready(self) -> bool:
         """Whether tasks are taken and some engine host answers."""
-        if self.scheduler.registry.stopping or self.journal.damage is not None:
-            return False
-        return any(host.state == "ready" for host in self.engines.statistics().hosts)
+        return self.unready() is None
+
+    def unready(self) -> str | None:
+        """Why the node is not ready; None when it is."""
+        if self.scheduler.registry.stopping:
+            return "the node stops: its sessions are ended and saved"
+        journal = self.journal.statistics()
+        if journal.refuses_tasks:
+            return journal.warning
+        if (full := full_disk(journal)) is not None:
+            return full
+        hosts = self.engines.statistics().hosts
+        if any(host.state == "ready" for host in hosts):
+            return None
+        why = next((host.last_error for host in hosts if host.last_error), None)
+        return "no engine host answers" if why is None else f"no engine host answers: {why}"
 
 
 def _insist_image(refusal: str | None) -> None:

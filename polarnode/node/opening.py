@@ -165,6 +165,7 @@ async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str]
 COLLECTIONS = (20_000, 50, 100)
 DAMAGE_S = 1.0  # seconds between looks at what began on a damaged journal: the pause before most attempts
 Report = Callable[[str], None]
+STARTING_ENGINE = "starting the engine"  # as it is reported
 
 
 @asynccontextmanager
@@ -260,7 +261,7 @@ async def _open_engines(
     settings: EngineSettings, loaded: Loaded | None, report: Report
 ) -> AsyncIterator[Engines]:
     """The engines, and a report of each external server that is waited for."""
-    report("starting the engine")
+    report(STARTING_ENGINE)
     async with open_engines(settings, loaded=loaded) as engines:
         for host in engines.statistics().hosts:
             if host.url is not None and host.state != "ready":

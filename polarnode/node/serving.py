@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from socket import socket
 
 from polarnode.api.app import control_plane
 from polarnode.api.fleet_routes import FleetRoutes
@@ -31,8 +32,10 @@ from polarnode.support.concurrency import open_background
 
 
 @asynccontextmanager
-async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
-    """The trainer's socket of a node, for as long as the block; gives its address."""
+async def serve_control_plane(node: Node, listener: socket | None = None) -> AsyncIterator[Address]:
+    """The trainer's socket of a node, for as long as the block; gives its address. `listener` is the socket,
+    where it is bound already.
+    """
     config, history = node.config, History(figures=node.figures, now=time.time)
     rows = (
         *Routes(service=node, sessions_dir=sessions_dir(config)).rows(),
@@ -60,8 +63,8 @@ async def serve_control_plane(node: Node) -> AsyncIterator[Address]:
         memory_saver=config.memory_saver != "off",
     )
     app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
-    listener, certificate = Address(host=config.host, port=config.port), control_certificate(config)
-    served = open_server(app, listener, connections=CONTROL_CONNECTIONS, certificate=certificate)
+    where, certificate = Address(host=config.host, port=config.port), control_certificate(config)
+    served = open_server(app, listener or where, connections=CONTROL_CONNECTIONS, certificate=certificate)
     async with open_background(history.run), served as address:
         node.callbacks.own_ports.append({address.port, node.captures.port})
         yield address

@@ -157,9 +157,8 @@ def backpressure(journal: JournalStatistics, *, pending: int, more: int, limit: 
             f"{journal.backlog_bytes >> 20} MiB wait for the journal's disk: submit again when it has"
             " caught up"
         )
-    # pages of pruned events are reused before the file grows
-    if (free := journal.disk_free + journal.free_bytes) < TASK_DISK_FREE_BYTES:
-        return f"the journal's disk has {free >> 20} MiB left: free some, or move state_dir to a larger one"
+    if (full := full_disk(journal)) is not None:
+        return full
     # without consumers no reader needs the oldest events
     if journal.positions and journal.unacknowledged_bytes > TASK_UNACKNOWLEDGED * journal.most_bytes:
         kept = f"{journal.unacknowledged_bytes >> 20} of {journal.most_bytes >> 20} MiB"
@@ -168,3 +167,11 @@ def backpressure(journal: JournalStatistics, *, pending: int, more: int, limit: 
             " delete a consumer that is gone, or raise keep_mb"
         )
     return None
+
+
+def full_disk(journal: JournalStatistics) -> str | None:
+    """Why the journal's disk is too full for a task; None where it is not."""
+    # pages of pruned events are reused before the file grows
+    if (free := journal.disk_free + journal.free_bytes) >= TASK_DISK_FREE_BYTES:
+        return None
+    return f"the journal's disk has {free >> 20} MiB left: free some, or move state_dir to a larger one"

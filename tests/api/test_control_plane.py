@@ -71,7 +71,9 @@ async def test_only_probes_come_in_without_the_token(started: Started) -> None:
         assert (await client.call("GET", "/healthz", headers=bare)).status == 200
         assert (await client.call("GET", "/readyz", headers=bare)).json() == {"ready": True}
         plane.service.is_ready = False
-        assert (await client.call("GET", "/readyz", headers=bare)).status == 503
+        unready = await client.call("GET", "/readyz", headers=bare)
+        assert unready.status == 503
+        assert unready.json() == {"ready": False, "reason": "the journal's disk is full"}
 
 
 async def test_without_a_token_everyone_is_let_in(started: Started) -> None:

@@ -45,7 +45,17 @@ def test_every_finding_is_a_line_and_every_fault_has_its_remedy(capsys: pytest.C
     code, lines = examined(CPU, capsys)
     found = [line for line in lines if line[:2] in ("✓ ", "✗ ")]
     names = [line[2:].partition(":")[0] for line in found]
-    for name in ("podman", "container runtime", "storage", "disk", "runtimes", "sglang", "gpus", "model"):
+    for name in (
+        "podman",
+        "container runtime",
+        "storage",
+        "disk",
+        "state disk",
+        "runtimes",
+        "sglang",
+        "gpus",
+        "model",
+    ):
         assert name in names
     assert code == int(any(line.startswith("✗") for line in found))
     for line, after in pairwise(lines):
@@ -116,6 +126,20 @@ def test_a_full_disk_is_a_fault_with_a_figure(tmp_path: Path, monkeypatch: pytes
     assert "POLARNODE_PODMAN_DIR" in finding.remedy
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=30 << 30))
     assert doctor.disk(tmp_path).ok
+
+
+def test_the_disk_of_the_journal_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = tmp_path / "not" / "there" / "yet"
+    assert doctor.state_disk(state).ok
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 20))
+    full = doctor.state_disk(state)
+    assert (full.ok, full.what) == (False, f"0.0 GiB free for the journal and the logs at {tmp_path}")
+    assert "--state-dir" in full.remedy
+    monkeypatch.undo()
+    read_only = SimpleNamespace(f_flag=doctor.os.ST_RDONLY, f_frsize=1, f_blocks=1, f_bfree=1, f_bavail=1)
+    monkeypatch.setattr(doctor.os, "statvfs", lambda place: read_only)
+    assert not doctor.state_disk(state).ok
+    assert doctor.state_disk(state).what.startswith("read-only")
 
 
 async def test_a_judge_is_asked_one_word_in_its_form() -> None:

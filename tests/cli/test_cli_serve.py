@@ -5,8 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -65,6 +69,28 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> 
     ):
         serve.serve(NodeConfig(cpu=True, port=taken.getsockname()[1], state_dir=str(tmp_path / "state")))
     assert os.listdir(tmp_path / "state") == []
+
+
+def test_the_port_answers_while_the_engine_starts(tmp_path: Path) -> None:
+    with listening_socket(Address(host="127.0.0.1", port=0)) as free:
+        port = free.getsockname()[1]
+    argv = [sys.executable, "-m", "polarnode.cli", "--engine", "simulated", "--no-containers"]
+    serving = [*argv, "--port", str(port), "--state-dir", str(tmp_path / "state")]
+    told: list[dict[str, Any]] = []
+    with subprocess.Popen(serving, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        try:
+            while not told or not told[-1]["ready"]:
+                assert child.poll() is None, child.communicate()[0]
+                with suppress(httpx2.ConnectError):
+                    found = httpx2.get(f"http://127.0.0.1:{port}/readyz", trust_env=False, timeout=60)
+                    told.append(found.json())
+                    assert found.status_code == (200 if told[-1]["ready"] else 503)
+                time.sleep(0.1)
+        finally:
+            child.send_signal(signal.SIGINT)
+            child.communicate()
+    assert re.fullmatch(r"the (node|engine) starts, \d+ s so far", told[0]["reason"])
+    assert any(each.get("reason", "").startswith("the engine starts") for each in told)
 
 
 @pytest.mark.engine

@@ -63,7 +63,9 @@ def told_endpoint(name: str, launch: Launch) -> tuple[str, str]:
         provider = config["model_providers"][config["model_provider"]]
         return provider["base_url"], env[provider["env_key"]]
     if name == "pi":
-        return config["providers"]["local"]["baseUrl"], env[config["providers"]["local"]["apiKey"].removeprefix("$")]
+        return config["providers"]["local"]["baseUrl"], env[
+            config["providers"]["local"]["apiKey"].removeprefix("$")
+        ]
     if name == "opencode":
         options = config["provider"]["local"]["options"]
         return options["baseURL"], env[options["apiKey"].removeprefix("{env:").removesuffix("}")]

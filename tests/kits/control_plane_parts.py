@@ -128,6 +128,9 @@ class TaskTaker:
     def ready(self) -> bool:
         return self.is_ready
 
+    def unready(self) -> str | None:
+        return None if self.is_ready else "the journal's disk is full"
+
 
 @define(eq=False)
 class NoWeights:

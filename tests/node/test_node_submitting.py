@@ -1,16 +1,22 @@
 """A task that is submitted again: the same answer, or 409. One whose image is nowhere: refused."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
+import httpx2
 import pytest
 import trio
 from hollow_node import NO_IMAGE, open_hollow
 from journal_samples import make_spec
 
-from polarnode.core.errors import Conflict, Refused
+from polarnode.core.errors import Busy, Conflict, DiskFull, Refused
 from polarnode.core.task import RuntimeSpec
+from polarnode.journal import journal as journal_module
 from polarnode.journal.journal import open_journal
+from polarnode.journal.values import TASK_DISK_FREE_BYTES
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 
@@ -60,3 +66,33 @@ async def test_a_task_without_an_image_is_refused_and_one_that_was_taken_is_not(
         assert again == attrs.evolve(taken, created=False)
         with pytest.raises(Refused, match="no image is called localhost/mine:1"):
             await node.submit(make_spec(task_id="u", runtime=there), idempotency_key=None)
+
+
+def on_disk(*, free: int, flags: int = 0) -> SimpleNamespace:
+    """What the kernel says of a file system."""
+    return SimpleNamespace(f_flag=flags, f_bavail=free, f_frsize=1)
+
+
+async def test_readiness_asks_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe that says ready where every task is refused sends them all to a full disk."""
+    config = NodeConfig(engine="simulated", port=0, state_dir=str(tmp_path / "state"))
+    async with open_hollow(config) as (node, address):
+
+        async def probed() -> tuple[int, Any]:
+            async with httpx2.AsyncClient(trust_env=False) as client:
+                found = await client.get(f"http://{address.host}:{address.port}/readyz")
+            return found.status_code, found.json()
+
+        assert await probed() == (200, {"ready": True})
+        monkeypatch.setattr(journal_module.os, "statvfs", lambda _: on_disk(free=1 << 40, flags=os.ST_RDONLY))
+        status, body = await probed()
+        assert (status, body["ready"]) == (503, False)
+        assert "the journal's disk is read-only" in body["reason"]
+        with pytest.raises(DiskFull):
+            await node.submit(make_spec(task_id="t"), idempotency_key=None)
+        monkeypatch.undo()
+        left = attrs.evolve(node.journal._progress, disk_free=TASK_DISK_FREE_BYTES - 1, free_bytes=0)
+        node.journal._progress = left
+        assert (await probed())[1]["reason"].startswith("the journal's disk has 511 MiB left")
+        with pytest.raises(Busy, match="511 MiB left"):
+            await node.submit(make_spec(task_id="t"), idempotency_key=None)
