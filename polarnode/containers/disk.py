@@ -37,6 +37,8 @@ LEAST_S, EACH_S = 2.0, 0.1
 # block is as large
 ENTRY = 4096
 AT_ONCE = 2  # measurements side by side
+# seconds to find out who filled a disk that is nearly full: half of the reserve is still free meanwhile
+NOW_S = 5.0
 # open files looked at for what is unlinked: 0.2 s, and no honest program has a tenth of it
 DESCRIPTORS = 50_000
 # an ended container may write 1/AGAIN of its limit more before it is ended again, because its evaluator may
@@ -100,6 +102,11 @@ class WatchedContainer:
 
     def __attrs_post_init__(self) -> None:
         self.limit = self.limit_mb << 20
+
+    @property
+    def too_much(self) -> str:
+        """Why it is ended where it wrote more than it may."""
+        return f"the session wrote more than its disk_mb ({self.limit_mb})"
 
     @contextmanager
     def spared(self) -> Iterator[Callable[[int], None]]:
@@ -176,15 +183,22 @@ class DiskWatch:
             return
         watched.size = measured
         if measured > watched.limit:
-            await self._end(watched, f"the session wrote more than its disk_mb ({watched.limit_mb})")
+            await self._end(watched, watched.too_much)
 
     async def _end_largest(self) -> None:
         """End one container when the disk is nearly full. Only one at a time, because its session then
-        removes it, which frees space.
+        removes it, which frees space. Whoever filled it beyond its own limit, faster than it was measured, is
+        ended for that: it is no fault of the machine, nor of another session that wrote more before.
         """
         self._all_at = -math.inf  # measure again as soon as they are rested
+        if any(each.because is not None for each in self._watched.values() if each.size):
+            return
+        await self._measure_now()
+        over = [each for each in self._watched.values() if each.size > each.limit]
+        for each in over:
+            await self._end(each, each.too_much)
         alive = [each for each in self._watched.values() if each.size]
-        if not alive or any(each.because is not None for each in alive):
+        if over or not alive:
             return
         largest = max(alive, key=lambda each: each.size)
         largest.for_room = True
@@ -192,6 +206,20 @@ class DiskWatch:
             largest,
             f"the machine's disk is nearly full and this session wrote the most, {largest.size >> 20} MB",
         )
+
+    async def _measure_now(self) -> None:
+        """Measure all side by side; those that take longer than NOW_S keep the size that they had."""
+
+        async def measure(watched: WatchedContainer) -> None:
+            async with limiter:
+                measured = await used_bytes(watched.layer)
+            watched.size = watched.size if measured is None else measured
+
+        limiter = trio.CapacityLimiter(AT_ONCE)
+        with trio.move_on_after(NOW_S):
+            async with trio.open_nursery() as nursery:
+                for each in self._watched.values():
+                    nursery.start_soon(measure, each)
 
     async def _watch_locks(self) -> None:
         """End containers that hold too many locks, once the machine has many."""

@@ -251,6 +251,28 @@ async def test_a_full_disk_ends_the_largest_and_then_waits_for_it_to_go(
     assert each[2].for_room, "the machine's fault, so that the session is tried again"
 
 
+async def test_who_fills_a_disk_is_ended_for_it(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faster than it is measured: neither the machine's fault nor that of who wrote the most before."""
+    monkeypatch.setattr(disk, "LEAST_S", 60.0)
+    free, ended = [100 * MB], list[str]()
+    monkeypatch.setattr(disk, "disk_space_at", lambda folder: DiskSpace(content=free[0], files=1000 * MB))
+    watch = DiskWatch(store=tmp_path, reserve=80 * MB)
+    honest, greedy = (written_to(tmp_path / name, ended, limit_mb=4) for name in ("honest", "greedy"))
+    for each, size in ((honest, 3), (greedy, 1)):
+        (each.layer.folder / "file").write_bytes(os.urandom(size * MB))
+        watch.add(each)
+    async with open_background(watch.run):
+        await until(lambda: honest.measured > 0 and greedy.measured > 0)
+        (greedy.layer.folder / "more").write_bytes(os.urandom(4 * MB))
+        free[0] = 39 * MB
+        await until(lambda: bool(ended))
+    assert ended == ["greedy"]
+    assert (greedy.because, greedy.for_room) == ("the session wrote more than its disk_mb (4)", False)
+    assert (honest.because, honest.for_room) == (None, False)
+
+
 async def test_what_the_node_writes_itself_is_not_the_sessions(tmp_path: Path, quick: None) -> None:
     """A workspace of a session that wrote too much is copied to its judge, which wrote nothing."""
     ended: list[str] = []
