@@ -248,11 +248,13 @@ class PodmanRuntime:
 
     async def unseal(self) -> None:
         """Make the root writable again where it is sealed, once the harness's processes have ended, and the
-        workdir a folder that programs start in: else no test says that the work in it is gone.
+        workdir a folder that programs start in: else no test says that the work in it is gone. A test has
+        room on the disk, however much is taken.
         """
         if self._sealed is not None:
             await trio.to_thread.run_sync(unseal, self._inside, self._sealed)
             self._sealed = None
+        self._watched.begin_judging()
         # a link in its place stays what it is
         with suppress(ContentFault):
             await trio.to_thread.run_sync(self._files.open_up, self.workdir, self.account)

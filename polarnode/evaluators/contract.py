@@ -92,6 +92,8 @@ class Evaluator:
     `fresh`: it always judges in a fresh runtime. `copies`: the harness's workdir is copied into a fresh
     runtime before it judges; False if it reads from `Finished.left` itself. `separates(config)`: whether it
     judges with this config in a fresh runtime without that copy, whatever `fresh` and `copies` are.
+    `only_programs`: nothing but the agent's programs runs where it judges, so that one which the node ended
+    for what it wrote is a failed one, and the verdict holds.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Evaluator:
     fresh: bool = False
     copies: bool = True
     separates: Callable[[Mapping[str, Json]], bool] = _never
+    only_programs: bool = False
 
 
 # ── config checks ──────────────────────────────────────────────────────────────

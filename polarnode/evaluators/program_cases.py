@@ -7,8 +7,7 @@ code by which it could change a comparison.
 
 Invariants: the node's clock ends a program, not one in the container; every process of a case is ended before
 its files are read and before the next case; no link, pipe or device is read; what a program prints is data,
-compared as UTF-8, and never a pattern or code. What a program does is a failed case and no error, unless it
-writes more than the session's `disk_mb`.
+compared as UTF-8, and never a pattern or code. What a program does is a failed case and no error.
 """
 
 import re
@@ -379,4 +378,4 @@ def _metrics(ended: Ended | None) -> dict[str, Json]:
     return {"exit_code": ended.exit_code, "output_tail": tail}
 
 
-EVALUATOR = Evaluator(name="program_cases", evaluate=evaluate, check=check)
+EVALUATOR = Evaluator(name="program_cases", evaluate=evaluate, check=check, only_programs=True)

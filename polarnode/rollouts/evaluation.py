@@ -287,6 +287,8 @@ async def _evaluate(
         # user code, named by import path: its bug is this session's data, and its SystemExit must not end the
         # node
         verdict = EvaluatorError(f"{type(error).__name__}: {error}")
+    if containers.order.evaluator.only_programs and not runtime.ended_for_room:
+        return verdict
     # the node ended the processes in its runtime meanwhile, so the verdict is not valid
     if runtime.ended_because != before:
         return EvaluatorError(f"the evaluator was ended: {runtime.ended_because}")

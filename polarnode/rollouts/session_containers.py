@@ -396,6 +396,7 @@ class Gone:
     workdir: str
     id: str = "gone"
     ended_because: str | None = None
+    ended_for_room: bool = False
 
     async def run(self, argv: Sequence[str], **_: object) -> Ended:
         return await self._missing()

@@ -273,6 +273,22 @@ async def test_who_fills_a_disk_is_ended_for_it(
     assert (honest.because, honest.for_room) == (None, False)
 
 
+async def test_a_test_has_room_of_its_own(tmp_path: Path, quick: None) -> None:
+    """Where a session wrote all that it may, its test is not ended for that."""
+    ended: list[str] = []
+    one, watch = written_to(tmp_path / "one", ended, limit_mb=4), DiskWatch(store=tmp_path, reserve=0)
+    (one.layer.folder / "all").write_bytes(os.urandom(4 * MB - 64 * 1024))
+    watch.add(one)
+    one.begin_judging()
+    one.begin_judging()  # once
+    (one.layer.folder / "report").write_bytes(os.urandom(MB // 2))
+    async with open_background(watch.run):
+        await until(lambda: one.measured > 1)
+        assert ended == []
+        (one.layer.folder / "more").write_bytes(os.urandom(MB))
+        await until(lambda: bool(ended))
+
+
 async def test_what_the_node_writes_itself_is_not_the_sessions(tmp_path: Path, quick: None) -> None:
     """A workspace of a session that wrote too much is copied to its judge, which wrote nothing."""
     ended: list[str] = []

@@ -114,6 +114,12 @@ async def test_a_step_and_an_evaluator_that_write_too_much_are_told_so(
         found = await place.one(evaluator=EvaluatorSpec(name="command", config={"argv": ["fills"]}))
         assert (found.outcome.status, found.outcome.boundary, found.reward) == ("error", "evaluator", None)
         assert found.outcome.reason == "the evaluator was ended: the session wrote more than its disk_mb (64)"
+        cases: list[Json] = [{"argv": ["fills"]}]
+        programs = EvaluatorSpec(name="program_cases", config={"cases": cases})
+        found = await place.one(evaluator=programs)
+        assert (found.outcome.status, found.reward) == ("completed", 0.0), (
+            "a program of the agent's is a case"
+        )
 
 
 # ── what it reaches ───────────────────────────────────────────────────────────
