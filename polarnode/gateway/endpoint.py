@@ -16,6 +16,7 @@ long, on which harnesses compact. `RequestLimits` is pure, and free for a reques
 comparison each.
 """
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from secrets import token_hex
@@ -77,9 +78,19 @@ MARKS: Final = 1_000_000
 MARKS_PER_TOKEN: Final = 2  # of a longer context; texts of minified JSON have one and a half
 _MARKS: Final = (b'"', b",", b"{", b"[")
 # Of a schema, regular expression or grammar. xgrammar compiles a list of 8,000 words in 40 ms, but optional
-# members in cubic time: 600 in 0.3 s, 1,200 in 2.7 s, and all sessions wait for one compiler.
+# members in cubic time: 600 in 0.3 s, 1,200 in 2.7 s.
 CONSTRAINT_CHARS: Final = 64_000
 CONSTRAINT_MEMBERS: Final = 500
+# Repetitions and optional parts of a regular expression, or of a rule of a grammar, which are compiled in
+# cubic time too: 200 in 5 s at 150,000 tokens, and an external engine may compile them in its own loop. An
+# email address has ten.
+CONSTRAINT_REPEATS: Final = 200
+CONSTRAINT_NESTING: Final = 200  # brackets within each other, which compilers follow by recursion
+# escapes and classes of a regular expression, and quoted text and comments of EBNF; what is not closed ends
+# with the text, so that each letter is read once
+_LITERAL: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
+_QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|' + _LITERAL.pattern + r"|#[^\n]*", re.DOTALL)
+_REPEAT: Final = re.compile(r"[*+?]|\{\d")
 # Bodies of one session that are read at once, in the longest one's size; and of all sessions together. What a
 # body takes of the node's share begins after its first bytes: a request of the usual size is never refused
 # because of another session.
@@ -137,9 +148,16 @@ def check_constraint(constraint: Constraint) -> None:
             f" {CONSTRAINT_CHARS}",
             path=constraint.path,
         )
+    if constraint.kind == "regex":
+        _check_repeats(_LITERAL.sub("", constraint.text), "the regular expression of the answer")
+    elif constraint.kind == "ebnf":
+        for rule in _QUOTED.sub("", constraint.text).split("::="):
+            _check_repeats(rule, "a rule of the answer's grammar")
     waiting: list[Json] = [read_json(constraint.text.encode())] if constraint.kind == "json_schema" else []
     while waiting:
         value = waiting.pop()
+        if isinstance(value, dict) and isinstance(pattern := value.get("pattern"), str):
+            _check_repeats(_LITERAL.sub("", pattern), "a pattern of the answer's JSON schema")
         if isinstance(value, dict) and len(value) > CONSTRAINT_MEMBERS:
             raise Refused(
                 f"the JSON schema of the answer has an object of {len(value)} members: give each at most"
@@ -147,6 +165,19 @@ def check_constraint(constraint: Constraint) -> None:
                 path=constraint.path,
             )
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _check_repeats(text: str, what: str) -> None:
+    repeats, depth, deepest = len(_REPEAT.findall(text)), 0, 0
+    for each in re.findall(r"[()]", text):
+        depth += 1 if each == "(" else -1
+        deepest = max(deepest, depth)
+    if repeats > CONSTRAINT_REPEATS:
+        raise Refused(
+            f"{what} has {repeats} repetitions and optional parts: give it at most {CONSTRAINT_REPEATS}"
+        )
+    if deepest > CONSTRAINT_NESTING:
+        raise Refused(f"{what} has brackets {deepest} deep: nest them at most {CONSTRAINT_NESTING} deep")
 
 
 def _chars(message: Message) -> int:

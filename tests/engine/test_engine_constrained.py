@@ -1,7 +1,8 @@
 """The embedded model in a real engine on a CPU, its sampling constrained or steered: what is said is what was
 asked, ids and logprobs stay whole.
 
-An engine starts in some 15 seconds: the steps on a living one share it.
+An engine starts in some 15 seconds: the steps on a living one share it. What runs in its scheduler is
+`polarnode.engine.embedded.grammars`.
 """
 
 import json
@@ -9,6 +10,7 @@ import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +90,7 @@ async def test_sampling_is_constrained_and_steered(model: LoadedModel, tmp_path:
             await control_tokens_are_no_text(engines, model)
             await other_grammars_hold(engines, model)
             await what_is_no_grammar_is_refused_for_that_call_alone(engines, model)
+            await what_costs_too_much_keeps_nobody_waiting(engines, model)
             await a_constraint_can_wait_for_the_end_of_a_thought(engines, model)
             await a_steered_answer_is_to_the_letter(engines, model)
             await all_kinds_share_a_batch(engines, model)
@@ -116,6 +119,22 @@ async def test_sampling_is_constrained_and_steered_on_a_gpu(model: LoadedModel, 
             await all_kinds_share_a_batch(engines, model)
 
 
+def test_slow_step_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polarnode.engine.embedded import grammars  # sglang: seconds, for this test alone
+
+    info = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[255])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex("a*")
+    monkeypatch.setattr(grammars, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    matcher = xgrammar.GrammarMatcher(compiled)
+    grammar = grammars.MeasuredGrammar(matcher, 256, compiled, None, "a*", None)
+    grammar.fill_vocab_mask(xgrammar.allocate_token_bitmask(1, 256), 0)
+    grammar.accept_token(ord("a"))
+    monkeypatch.setattr(grammars, "STEP_S", -1.0)
+    grammar = grammar.copy()
+    with pytest.raises(ValueError, match="costs too much"):
+        grammar.accept_token(ord("a"))
+
+
 async def an_answer_is_json_of_its_schema(engines: Engines, model: LoadedModel) -> None:
     for _ in range(4):
         chunks = await sample(engines, asked(model, constraint=JSON, top_logprobs=2))
@@ -133,7 +152,7 @@ async def an_answer_is_json_of_its_schema(engines: Engines, model: LoadedModel) 
 
 
 def test_a_bounded_string_holds_no_control_character() -> None:
-    from polarnode.engine.embedded.grammars import StrictStrings  # sglang: seconds, for this test alone
+    from polarnode.engine.embedded.grammar_process import StrictStrings  # torch, for this test alone
 
     info = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[255])
     schema = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 3}}
@@ -188,6 +207,45 @@ async def what_is_no_grammar_is_refused_for_that_call_alone(engines: Engines, mo
             assert "cpp" not in str(caught.value)
         assert (await beside.__anext__()).finish_reason is None
     await until_idle(engines)
+
+
+COSTLY = (
+    Constraint(kind="regex", text="a*" * 4000),
+    Constraint(kind="ebnf", text='root ::= root root root | "a" | ""'),
+    Constraint(kind="ebnf", text='root ::= s "\\x01"\ns ::= s s s | [ -~] | ""'),
+)
+
+
+async def what_costs_too_much_keeps_nobody_waiting(engines: Engines, model: LoadedModel) -> None:
+    """A sibling's calls, plain and with constraints that are new, are answered before the first of those of
+    one session is refused, and each of these is.
+    """
+    refused: list[str] = []
+
+    async def bad(number: int, constraint: Constraint) -> None:
+        wanted = evolve(asked(model, constraint=constraint, max_tokens=3000), affinity="bad")
+        with pytest.raises(EngineRefusal, match="costs too much to compile or to follow"):
+            await sample(engines, wanted)
+        refused.append(constraint.text)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(3):
+            endless = Constraint(kind="regex", text="a*" * 4000 + str(number))
+            nursery.start_soon(bad, number, endless)
+        for number in range(5):
+            schema = {
+                "type": "object",
+                "properties": {f"b{number}": {"type": "boolean"}},
+                "required": [f"b{number}"],
+            }
+            good = Constraint(kind="json_schema", text=json.dumps(schema))
+            assert json.loads(said(model, await sample(engines, asked(model, constraint=good)))).keys() == {
+                f"b{number}"
+            }
+            await sample(engines, asked(model, max_tokens=4))
+        assert not refused
+    for constraint in COSTLY[1:]:
+        await bad(0, constraint)
 
 
 async def a_constraint_can_wait_for_the_end_of_a_thought(engines: Engines, model: LoadedModel) -> None:

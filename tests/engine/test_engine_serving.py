@@ -20,6 +20,8 @@ from polarnode.engine.embedded.control import (
     IMPOSSIBLE,
     LATE_GRAMMAR,
     NOTHING_TO_SAMPLE,
+    SESSION,
+    TOO_COSTLY,
     piece,
     request,
     routed,
@@ -87,9 +89,15 @@ def test_other_ends_keep_their_names(finish: dict[str, Any], kind: str) -> None:
         ({"type": "abort", "message": "queue is full", "status_code": 503}, "queue is full", True, False),
         (
             {"type": "abort", "message": f"{LATE_GRAMMAR}: req.grammar_key=('a',)", "status_code": 400},
-            LATE_GRAMMAR,
-            True,
+            "costs too much to compile",
             False,
+            True,
+        ),
+        (
+            {"type": "abort", "message": f"Grammar accept_token failed: {TOO_COSTLY}", "status_code": 500},
+            "costs too much to compile or to follow",
+            False,
+            True,
         ),
     ],
 )
@@ -151,13 +159,19 @@ def test_an_order_is_spelled_for_sglang() -> None:
         2,
         "{}",
     )
-    assert said["sampling_params"] == {"regex": "a", "top_k": -1}
+    assert said["sampling_params"] == {
+        "regex": "a",
+        "top_k": -1,
+        "custom_params": {"polarnode_session": ""},
+    }
+    named = request(evolve(order, session="s1/chain", constraint_after=5))["sampling_params"]
+    assert named["custom_params"] == {"polarnode_session": "s1", "polarnode_constraint_after": 5}
     assert not said["require_reasoning"]
     assert not said["return_routed_experts"]
     carried = request(evolve(order, routed_from=1))
     assert (carried["return_routed_experts"], carried["routed_experts_start_len"]) == (True, 1)
     late = request(evolve(order, constraint_after=9))
-    assert late["sampling_params"]["custom_params"] == {AFTER: 9}
+    assert late["sampling_params"]["custom_params"] == {SESSION: "", AFTER: 9}
     assert late["require_reasoning"]
     named = evolve(order, session="s1")
     assert "session_id" not in request(named)  # SGLang would look for a session that was opened

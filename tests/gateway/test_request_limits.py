@@ -87,3 +87,34 @@ def test_a_constraint_that_compiles_for_ever_is_refused() -> None:
     members.popitem()
     check_constraint(Constraint(kind="json_schema", text=json.dumps({"properties": members})))
     check_constraint(Constraint(kind="ebnf", text='root ::= "a"'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "sentence"),
+    [
+        ("regex", "a*" * 1000, "1000 repetitions"),
+        ("regex", "a?" * 201, "201 repetitions"),
+        ("regex", "a{2}" * 201, "201 repetitions"),
+        ("regex", "(" * 201 + "a" + ")" * 201, "201 deep"),
+        ("ebnf", 'root ::= "b"\nx ::= ' + '"a"* ' * 201, "201 repetitions"),
+        ("json_schema", json.dumps({"items": {"pattern": "a+" * 300}}), "300 repetitions"),
+    ],
+)
+def test_repetitions_are_bounded(kind: str, text: str, sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence):
+        check_constraint(Constraint(kind=kind, text=text))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", r"[\w.+*?-]+@" + r"\*\+\?" * 500 + "[*+?{1]" * 500),
+        ("ebnf", "\n".join(f'r{n} ::= "***" [+?*]* # a* b* c*' for n in range(500))),
+        ("regex", "[" * 60_000),
+        ("ebnf", "a" * 60_000),
+        ("ebnf", '"\\' * 20_000),
+        ("json_schema", json.dumps({"properties": {"pattern": {"pattern": "^[a-z]{1,20}$"}}})),
+    ],
+)
+def test_literals_are_no_repetitions(kind: str, text: str) -> None:
+    check_constraint(Constraint(kind=kind, text=text))  # type: ignore[arg-type]

@@ -47,6 +47,7 @@ from polarnode.engine.protocol import (
 
 # among a request's custom_params, for `grammars`: the id after which its constraint begins
 AFTER = "polarnode_constraint_after"
+SESSION = "polarnode_session"  # the same, for `compiling`: whose constraint it is
 OURS = "polarnode:"  # before an action of ours among those of SGLang's check_weights
 SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a frame may hold
 # nats, in place of float32's least: what OpenAI shows for a token that cannot be sampled
@@ -58,6 +59,10 @@ NOTHING_TO_SAMPLE = "the constraint leaves nothing to sample: no text can match 
 # compiled, and of one whose grammar was not compiled in a minute
 ABORTED = "Aborted by AbortReq."
 LATE_GRAMMAR = "Grammar preprocessing timed out"
+TOO_COSTLY = (
+    "the constraint costs too much to compile or to follow: give it fewer repetitions and optional parts, and"
+    " one way to read each text"
+)
 
 
 def request(order: Generate, *, sessions: bool = False) -> dict[str, Any]:
@@ -65,13 +70,15 @@ def request(order: Generate, *, sessions: bool = False) -> dict[str, Any]:
     prefixes of sessions that call no more before others.
     """
     late = order.constraint_after is not None
+    sampling: dict[str, Any] = dict(order.sampling)
+    if not CONSTRAINTS.isdisjoint(sampling):
+        sampling["custom_params"] = {
+            SESSION: order.session.partition("/")[0],  # not its conversation
+            **({AFTER: order.constraint_after} if late else {}),
+        }
     return {
         "input_ids": array("i", order.prompt).tolist(),
-        "sampling_params": (
-            {**order.sampling, "custom_params": {AFTER: order.constraint_after}}
-            if late
-            else dict(order.sampling)
-        ),
+        "sampling_params": sampling,
         "require_reasoning": late,  # to SGLang: the constraint begins when a thought ends
         "rid": order.rid,
         "return_logprob": True,
@@ -256,7 +263,8 @@ def _unrouted(order: Generate, message: str) -> Failed:
 
 def _problem(rid: str, finish: Mapping[str, Any]) -> Failed | None:
     """The failure that a finish reason reports. What SGLang ends with a status below 500 is the fault of what
-    was asked for, unless it only waited too long behind the grammars of others.
+    was asked for. Sessions take turns with their constraints (`compiling`), so one that was not compiled in a
+    minute waited for those of its own session.
     """
     kind, message, status = finish["type"], str(finish.get("message")), finish.get("status_code")
     if kind == "stop" and not isinstance(finish.get("matched"), int):
@@ -264,10 +272,10 @@ def _problem(rid: str, finish: Mapping[str, Any]) -> Failed | None:
         return Failed(rid=rid, message=sentence, retryable=False)
     if kind != "abort" or message == ABORTED:
         return None
+    if message.startswith(LATE_GRAMMAR) or TOO_COSTLY in message:  # the rest of it is the whole grammar
+        return Failed(rid=rid, message=TOO_COSTLY, retryable=False, refused=True)
     if message.startswith("Grammar accept_token failed"):
         return Failed(rid=rid, message=NOTHING_TO_SAMPLE, retryable=False, refused=True)
-    if message.startswith(LATE_GRAMMAR):  # the rest of it is the whole grammar
-        return Failed(rid=rid, message=LATE_GRAMMAR, retryable=True)
     if status is None:
         return None
     refused = int(status) < 500

@@ -4,7 +4,7 @@ token ids.
 SGLang leaves its grammar backend out where it has no tokenizer (`skip_tokenizer_init`), and refuses
 constrained requests. Here the backend gets the package's own tokenizer, loaded with the first constrained
 request and on the backend's own thread, so that an engine without constraints pays nothing and no other
-request waits.
+request waits. Constraints are compiled and tried in another process (`compiling`).
 
 Two things differ from SGLang. Control tokens match no grammar: their text may stand in a JSON string, but as
 a token it would open a tool call there. And a constraint may begin after a thought: `AFTER` among a request's
@@ -14,8 +14,9 @@ would end.
 
 import logging
 import re
+import threading
+import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from sglang.srt.constrained.base_grammar_backend import (
 )
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
-from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
+from sglang.srt.runtime_context import get_parallel, get_serving
 
-from polarnode.engine.embedded.control import AFTER
+from polarnode.engine.embedded.compiling import FairThreads, ForkedCompiler
+from polarnode.engine.embedded.control import AFTER, SESSION, TOO_COSTLY
+from polarnode.engine.embedded.grammar_process import STEP_S
 from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 
 # compiled grammars: a schema's takes up to a few MB at 150 000 tokens, and a session has few schemas
@@ -38,9 +41,6 @@ KEPT = 128
 # blanks in a row between two parts of JSON: a line indented four deep; without a bound a weak model writes
 # nothing else
 WHITESPACE = 9
-# a bounded string's characters in xgrammar's text of a schema, and those of JSON (RFC 8259, section 7)
-LOOSE, STRICT = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\]"
-THREADS = 2  # for compiling: more would take the cores of the harnesses
 
 
 class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
@@ -62,7 +62,17 @@ class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
     def process_req_with_grammar(self, req: Any) -> bool:
         if isinstance(self.grammar_backend, LateBackend):
             self.grammar_backend.stop_ids |= frozenset(req.sampling_params.stop_token_ids or ())
+            self.grammar_backend.executor.asking = (req.sampling_params.custom_params or {}).get(SESSION, "")
         return bool(super().process_req_with_grammar(req))
+
+    def get_ready_grammar_requests(self) -> list[Any]:
+        """SGLang ends on all ranks what one rank has waited for too long. So is what was cut off, which may
+        have been in time on another.
+        """
+        for req in self.grammar_queue:
+            if getattr(req.grammar, "too_costly", False):
+                req.grammar_wait_ct = self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS
+        return list(super().get_ready_grammar_requests())
 
     def _apply_request_reasoning_config(self, req: Any) -> None:
         """SGLang's own allows only ends of thoughts that its reasoning parser knows."""
@@ -78,12 +88,12 @@ class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, stop_ids: frozenset[int]) -> None:
         super().__init__()
-        # one at a time: the first loads the tokenizer for all
-        self.executor = ThreadPoolExecutor(max_workers=1)
+        self.executor = FairThreads()
         self.cache: OrderedDict[tuple[str, str], BaseGrammarObject] = OrderedDict()
         self.stop_ids = stop_ids
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._loaded: XGrammarGrammarBackend | None = None
+        self._loading = threading.Lock()  # the first loads the tokenizer for all
 
     def set_cache(self, key: tuple[str, str], value: BaseGrammarObject) -> None:
         super().set_cache(key, value)
@@ -91,20 +101,64 @@ class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
             self.cache.popitem(last=False)
 
     def _init_value_dispatch(self, key: tuple[str, str], require_reasoning: bool) -> BaseGrammarObject:
-        if self._loaded is None:
-            self._loaded = _backend(
-                load_tokenizer(self._tokenizer, vocab_size=self._vocab_size), self.stop_ids
-            )
+        with self._loading:
+            if self._loaded is None:
+                tokenizer = load_tokenizer(self._tokenizer, vocab_size=self._vocab_size)
+                self._loaded = _backend(tokenizer, self.stop_ids, self.executor)
         grammar = self._loaded._init_value_dispatch(key, require_reasoning)
         if isinstance(grammar, InvalidGrammarObject):
             return InvalidGrammarObject(plain(grammar.error_message))
         # which id ends a thought is set by each request
-        late = ReasonerGrammarObject(grammar=grammar, think_end_ids=(0,))
+        late = ReasonerGrammarObject(grammar=MeasuredGrammar.of(grammar), think_end_ids=(0,))
         late.maybe_init_reasoning(require_reasoning)
         return late
 
 
-def _backend(tokenizer: LoadedTokenizer, stop_ids: frozenset[int]) -> XGrammarGrammarBackend:
+class MeasuredGrammar(XGrammarGrammar):  # type: ignore[misc]
+    """Ends its request after a step of mask and parse that took too long, by the error that SGLang ends one
+    with: those of an ambiguous grammar grow with the answer, in the loop that all sessions share.
+
+    Ranks measure different times, and must end a request together: with more than one only the trial of
+    `grammar_process` bounds a step.
+    """
+
+    spent = 0.0  # CPU seconds of the present step
+    ends = True
+
+    @classmethod
+    def of(cls, grammar: XGrammarGrammar) -> "MeasuredGrammar":
+        found = cls(
+            grammar.matcher,
+            grammar.vocab_size,
+            grammar.ctx,
+            grammar.override_stop_tokens,
+            grammar.key_string,
+            grammar.grammar_stats,
+        )
+        found.ends = get_parallel().tp_size == 1
+        return found
+
+    def fill_vocab_mask(self, vocab_mask: Any, idx: int) -> None:
+        began = time.thread_time()
+        super().fill_vocab_mask(vocab_mask, idx)
+        self.spent = time.thread_time() - began
+
+    def accept_token(self, token: int) -> None:
+        began = time.thread_time()
+        if self.spent <= STEP_S or not self.ends:
+            super().accept_token(token)
+            self.spent += time.thread_time() - began
+        if self.spent > STEP_S and self.ends:
+            raise ValueError(TOO_COSTLY)
+        self.spent = 0.0
+
+    def copy(self) -> "MeasuredGrammar":
+        return MeasuredGrammar.of(super().copy())
+
+
+def _backend(
+    tokenizer: LoadedTokenizer, stop_ids: frozenset[int], threads: FairThreads
+) -> XGrammarGrammarBackend:
     """SGLang's xgrammar backend over our vocabulary. SGLang's own needs transformers' tokenizer, and treats
     control tokens as text.
     """
@@ -122,21 +176,8 @@ def _backend(tokenizer: LoadedTokenizer, stop_ids: frozenset[int]) -> XGrammarGr
         max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt or WHITESPACE,
     )
     # its cache has no bound, ours has
-    backend.grammar_compiler = StrictStrings(info, max_threads=THREADS, cache_enabled=False)
+    backend.grammar_compiler = ForkedCompiler(info, threads.others_wait)
     return backend
-
-
-class StrictStrings(xgrammar.GrammarCompiler):
-    """xgrammar 0.2.7 lets a string with `minLength` or `maxLength` hold raw control characters, which JSON
-    does not. In the grammar's text, their class of characters becomes that of any other string.
-    """
-
-    def compile_json_schema(self, *schema: Any, **more: Any) -> xgrammar.CompiledGrammar:
-        grammar = xgrammar.Grammar.from_json_schema(*schema, **more)
-        text = str(grammar)
-        if LOOSE in text:
-            grammar = xgrammar.Grammar.from_ebnf(text.replace(LOOSE, STRICT))
-        return self.compile_grammar(grammar)
 
 
 class _Ready:
