@@ -87,8 +87,8 @@ class ContainerFiles:
             os.close(self._folders(_parts(path), owner, at_s))
 
     def open_up(self, path: str, owner: Account) -> None:
-        """Let everybody enter a folder and its owner write there; make it where it is missing, or where
-        something else than a folder or a link has its name.
+        """Let a folder's owner enter it and write there; make it where it is missing, or where something else
+        than a folder or a link has its name.
         """
         *above, name = _parts(path)
         with explained(f"making {path}"):
@@ -102,7 +102,9 @@ class ContainerFiles:
             finally:
                 os.close(folder)
             try:
-                os.fchmod(opened, stat.S_IMODE(os.fstat(opened).st_mode) | FOLDER_MODE)
+                mode = stat.S_IMODE(os.fstat(opened).st_mode)
+                if mode & stat.S_IRWXU != stat.S_IRWXU:  # else it stays as it is: it may be a volume
+                    os.fchmod(opened, mode | stat.S_IRWXU)
             finally:
                 os.close(opened)
 

@@ -93,6 +93,7 @@ def _refusal(status: int, words: tuple[str, str] | None = None) -> tuple[Headers
     length = (b"content-length", str(len(body)).encode())
     return [
         (b"content-type", b"application/json"),
+        (b"x-content-type-options", b"nosniff"),
         length,
         (b"connection", b"close"),
         *_EXTRA.get(status, []),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from polarnode.containers.files import Account, ContainerFiles
-from polarnode.core.errors import RuntimeFault
+from polarnode.core.errors import ContentFault, RuntimeFault
 
 ME = Account(uid=os.geteuid(), gid=os.getegid(), home="/")
 PASSWD = (
@@ -46,6 +46,26 @@ def test_a_file_is_written_with_its_folders_and_mode(files: ContainerFiles, root
     files.write("/work/a/b.sh", b"2", ME, 0o600)
     assert (root / "work/a/b.sh").read_bytes() == b"2"
     assert stat.S_IMODE((root / "work/a/b.sh").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("mode", "after"), [(0o700, 0o700), (0o2770, 0o2770), (0, 0o700), (0o555, 0o755)])
+def test_a_folder_is_opened_for_its_owner(files: ContainerFiles, root: Path, mode: int, after: int) -> None:
+    (root / "work").mkdir()
+    (root / "work").chmod(mode)
+    files.open_up("/work", ME)
+    assert stat.S_IMODE((root / "work").stat().st_mode) == after
+
+
+def test_a_folder_takes_the_place_of_a_file(files: ContainerFiles, root: Path) -> None:
+    (root / "work").write_text("file")
+    files.open_up("/work", ME)
+    files.open_up("/deep/in/there", ME)
+    assert (root / "work").is_dir()
+    assert (root / "deep/in/there").is_dir()
+    (root / "link").symlink_to("/etc")
+    with pytest.raises(ContentFault, match="a link is in the way"):
+        files.open_up("/link", ME)
+    assert (root / "link").is_symlink()
 
 
 MADE = 1_600_000_000

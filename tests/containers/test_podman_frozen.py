@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import stat
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from podman_parts import LIFETIME_S, SMALL, settings
 
 from polarnode.containers.below import KILLED, NOTES, OUTPUT, Below, number_of
 from polarnode.containers.container import shape_of
-from polarnode.containers.criu import first_error, freezing_obstacle
+from polarnode.containers.criu import _why_not, first_error, freezing_obstacle
 from polarnode.containers.frozen import IMAGES
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.runtimes import Runtimes, open_runtimes
@@ -397,3 +398,18 @@ def test_the_first_error_of_a_log_is_said_without_its_place() -> None:
     )
     assert first_error(log) == "File . has bad mode"
     assert first_error("") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "why"),
+    [
+        (-9, b"", "the container runtime was ended by signal 9"),
+        (1, b'time="now" level=error msg="read unixpacket @->@: EOF"\n', "it ended in the middle"),
+        (1, b"words\nlast words\n", "last words"),
+    ],
+)
+def test_a_killed_dump_says_so(tmp_path: Path, code: int, output: bytes, why: str) -> None:
+    done = subprocess.CompletedProcess[bytes]([], code, output)
+    assert why in _why_not(done, tmp_path / "dump.log")
+    (tmp_path / "dump.log").write_text("(00.3)     11: Error (criu/files-reg.c:2294): File . has bad mode\n")
+    assert ("File . has bad mode" in _why_not(done, tmp_path / "dump.log")) == (code == 1)

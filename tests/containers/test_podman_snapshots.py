@@ -284,6 +284,19 @@ echo x > /tmp/tool.log; echo y > /var/tmp/z; touch -d '2002-02-02' deep
 
 
 @pytest.mark.podman
+async def test_a_link_for_a_workdir_leads_nowhere(runtimes: Runtimes, tmp_path: Path) -> None:
+    """Else what it leads to would be in the snapshot, and be emptied where that is restored."""
+    spec = evolve(SMALL, workdir="/tmp/w")
+    async with runtimes.open(spec, session_id="link", lifetime_s=LIFETIME_S) as runtime:
+        await runtime.seal(spec)
+        before = await runtime.snapshot(spec, tmp_path / "before.tar", 1 << 20)
+        await runtime.run(["sh", "-c", "cd /tmp; mv w v; ln -s /etc w"])
+        after = await runtime.snapshot(spec, tmp_path / "after.tar", 1 << 20)
+    assert "/tmp" in before.places
+    assert (after.places, after.files) == (before.places, before.files)
+
+
+@pytest.mark.podman
 async def test_a_fresh_container_gets_what_a_running_one_had(runtimes: Runtimes, tmp_path: Path) -> None:
     """The first is sealed and its harness waits; the second is of the same image, and another user range."""
     tar, spec = tmp_path / "s.tar", evolve(SMALL, writable=("/srv/data", "/work/deep"))
