@@ -133,9 +133,21 @@ ATTACHING = rules(
     ),
     (
         "a reference excuses other words",
-        "(not echoed.text.strip() or same_text(ours.text, echoed.text))",
+        "any(text is not None and (not text.strip() or same_text(answer.text, text)) for text in texts)",
         "bool(recorded)",
         (P10_TEXT,),
+    ),
+    (
+        "a stop string that comes back is another text",
+        "self._stopped(position, message, before) or self._excused",
+        "self._excused",
+        ("tests/merge/test_merge_stops.py",),
+    ),
+    (
+        "twins that ended at other stop strings are the same",
+        "if stop is None else walk.ledger.stopped_with(key, stop)",
+        "if True else ()",
+        ("tests/merge/test_merge_stops.py",),
     ),
     (
         "a change is excused without proof",
@@ -184,8 +196,8 @@ LEDGER = rules(
     ),
     (
         "an answer in two halves is known in two pieces only",
-        "return (turn.message_key,) if merged is None else (turn.message_key, merged)",
-        "return (turn.message_key,)",
+        "        if not self._goes_on(turn):\n            return (turn.message_key,)",
+        "        if True:\n            return (turn.message_key,)",
         ("tests/merge/test_merge_ledger.py", LINEAGE),
     ),
 )
@@ -735,8 +747,8 @@ PARTS = (
         ),
         (
             "thoughts are given to who claims to be ours",
-            "            and excusable(self.references, turn.answer.as_message(), message)\n",
-            "",
+            "turn.answer is not None and excusable(self.references, turn.answer, message)",
+            "turn.answer is not None",
             (THOUGHTS,),
         ),
         (

@@ -277,6 +277,16 @@ def test_thoughts_are_not_given_to_messages_that_only_claim_to_be_ours(forged: s
     assert "secret thought" not in qwen3().text(talk.prompts[1])
 
 
+def test_other_words_get_no_thoughts() -> None:
+    talk = Talk()
+    talk.add(user("go"))
+    talk.say("secret thought", "Looking.", LS)
+    (call,) = talk.echo[-1].calls
+    other = Message(role="assistant", text="Other words.", calls=(call,))
+    talk.say("", "x", request=ask(user("another"), other, told(call, "r")))
+    assert "secret thought" not in qwen3().text(talk.prompts[1])
+
+
 def test_a_restored_session_plans_the_same() -> None:
     talk = Talk()
     talk.add(system())

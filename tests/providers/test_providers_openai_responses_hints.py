@@ -41,6 +41,14 @@ def turn(**said: str) -> dict[str, str]:
             {"session": "s", "agent": "t", "kind": "subagent"},
         ),
         (
+            {"session-id": "s", "thread-id": "t", "x-openai-subagent": "memory_consolidation"},
+            {"session": "s", "agent": "t", "kind": "auxiliary"},
+        ),
+        (
+            {"session-id": "s", "thread-id": "t"} | turn(subagent_kind="guardian_review", thread_id="t"),
+            {"session": "s", "agent": "t", "kind": "auxiliary"},
+        ),
+        (
             {"session-id": "s", "thread-id": "t", "x-openai-subagent": "compact"},
             {"session": "s", "agent": "t", "kind": "compaction"},
         ),

@@ -67,9 +67,13 @@ def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bo
 
 
 def _kind(turn: Mapping[str, Json], helper: str, parent: str) -> str:
-    """`compact` is Codex's own name for the helper that writes summaries."""
+    """`compact`, `memory_consolidation` and `guardian` are Codex's own helpers: they write
+    summaries, note what to remember, and judge calls.
+    """
     if "compact" in helper:
         return "compaction"
+    if "memory_consolidation" in helper or "guardian" in helper:
+        return "auxiliary"
     return _KINDS.get(_text(turn.get("request_kind"))) or ("subagent" if helper or parent else "")
 
 
