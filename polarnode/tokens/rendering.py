@@ -322,7 +322,8 @@ def _place(wanted: str, text: str, at: int) -> int:
     if found >= 0:
         return found
     escaped = json.dumps(wanted, ensure_ascii=False)[1:-1]
-    places = (text.find(spelling, start) for start in (at, 0) for spelling in (escaped, wanted))
+    comment = re.sub(r"\n(?!\n|$)", "\n// ", wanted)  # as Kimi K2.5 is shown tools
+    places = (text.find(spelling, start) for start in (at, 0) for spelling in (escaped, wanted, comment))
     return next((place for place in places if place >= 0), -1)
 
 

@@ -27,6 +27,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ModelError, Refused, boundary
+from polarnode.tokens.typescript import TYPESCRIPT, typescript
 from polarnode.tokens.vocabulary import RANKS, SPACE, check_flags, kind_of, ordinary, read_ranks, spell, state
 
 # ── plain tokenizer ───────────────────────────────────────────────────────────────────────────────
@@ -249,6 +250,7 @@ class LoadedTokenizer:
     token_bytes: Callable[[int], bytes]
     _chat: Any  # transformers has no types
     _sorts_tools: bool = False
+    _typescript: bool = False  # its template wants tools as TypeScript
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text by the vocabulary alone, control strings spelled out. Releases the GIL: 100 KB
@@ -291,10 +293,17 @@ class LoadedTokenizer:
         prompt: bool,
         options: Mapping[str, bool],
     ) -> str:
-        shown = [_sorted(dict(tool)) for tool in tools] if self._sorts_tools else list(tools)
+        shown: list[Any] = [_sorted(dict(tool)) for tool in tools] if self._sorts_tools else list(tools)
+        written = typescript(shown) if self._typescript else None
+        named = {} if written is None else {TYPESCRIPT: written}
         return str(
             self._chat.apply_chat_template(
-                list(messages), tools=shown or None, tokenize=False, add_generation_prompt=prompt, **options
+                list(messages),
+                tools=shown or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **options,
+                **named,
             )
         )
 
@@ -380,7 +389,9 @@ def _loaded(chat: Any, vocab_size: int | None, *, sorts_tools: bool) -> LoadedTo
         ascii=plain_ascii(backend, whole, text=text.values()),
         token_bytes=_Spelled(spelled, size).__getitem__,
         chat=chat,
-        sorts_tools=sorts_tools,
+        # Kimi K2.5's code sorts what it writes as TypeScript
+        sorts_tools=sorts_tools or TYPESCRIPT in template,
+        typescript=TYPESCRIPT in template,
     )
     check_flags(control, backend.normalizer, template + "".join(_probed(loaded)))
     _check_plain(loaded, backend, control)

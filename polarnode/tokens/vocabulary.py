@@ -158,6 +158,10 @@ _REMEDY: Final = (
     "load it once with transformers (trust_remote_code=True) and save it as tokenizer.json into the folder"
 )
 _RENDERS: Final = "tools = deep_sort_dict(tools)"  # all that Kimi K2's own code does before the template
+# what K2.5's speaks of besides: it writes tools as TypeScript, which `typescript` does
+_DECLARES: Final = frozenset(
+    ("tools", "tools_ts_str", "encode_tools_to_typescript_style", "kwargs", "Exception", "e", "print")
+)
 
 
 @frozen(kw_only=True)
@@ -229,8 +233,10 @@ def _sorts_tools(code: ast.Module) -> bool:
     if not functions:
         return False
     match functions:
-        case [ast.FunctionDef(body=[first, ast.Return(value=ast.Call(func=func))])]:
-            if ast.unparse(first) == _RENDERS and ast.unparse(func) == "super().apply_chat_template":
+        case [ast.FunctionDef(body=[first, *others, ast.Return(value=ast.Call(func=func))])]:
+            spoken = {node.id for each in others for node in ast.walk(each) if isinstance(node, ast.Name)}
+            renders = ast.unparse(first) == _RENDERS and ast.unparse(func) == "super().apply_chat_template"
+            if renders and spoken <= _DECLARES:
                 return True
     raise ModelError(
         "this checkpoint's own code makes its prompts (apply_chat_template), which is not run: its prompts"

@@ -29,6 +29,16 @@ RENDERS = """
         tools = deep_sort_dict(tools)
         return super().apply_chat_template(conversation, tools=tools, tokenize=tokenize, **kwargs)
 """
+# as K2.5's code goes on, before it renders
+DECLARES = """        tools_ts_str = None
+        if tools:
+            try:
+                tools_ts_str = encode_tools_to_typescript_style(tools)
+            except Exception as e:
+                print(f"{e}")
+        if tools_ts_str is not None:
+            kwargs['tools_ts_str'] = tools_ts_str
+        return super()"""
 CODE = """import nothing_that_is_there
 class TikTokenTokenizer(Base):
     num_reserved_special_tokens = 256
@@ -111,6 +121,17 @@ def test_a_folder_without_tokenizer_json_is_served(tmp_path: Path) -> None:
 
 def test_code_that_only_converts_leaves_tools_alone(tmp_path: Path) -> None:
     assert not read_ranks(folder(tmp_path, code=CODE.format(pattern=list(PATTERN), more=""))).sorts_tools
+
+
+def test_code_that_declares_tools_is_known(tmp_path: Path) -> None:
+    """Kimi K2.5's, whose text of tools is made here (`typescript`)."""
+    more = RENDERS.replace("        return super()", DECLARES)
+    found = read_ranks(folder(tmp_path, code=CODE.format(pattern=list(PATTERN), more=more)))
+    assert found.sorts_tools
+    other = more.replace("if tools:", "if shortened(tools):")
+    assert "its prompts would be others" in refusal(
+        tmp_path, code=CODE.format(pattern=list(PATTERN), more=other)
+    )
 
 
 def refusal(to: Path, **changes: object) -> str:

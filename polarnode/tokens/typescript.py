@@ -1,0 +1,208 @@
+"""Tools as TypeScript, the way in which Kimi K2.5's and K2.6's prompts declare them.
+
+The checkpoint's own code writes this text and hands it to the chat template as `tools_ts_str`; that code is
+not run here. Where it fails at a schema, its prompts have the tools as JSON, and so have ours: `typescript`
+is then None. Compared with PrimeIntellect's `renderers` in `tests/tokens/test_tokens_typescript.py`.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from attrs import define, field, frozen
+
+TYPESCRIPT: Final = "tools_ts_str"  # the template's name for it
+_STEP: Final = "  "
+_UNIONS: Final = {
+    "string": "string",
+    "number": "number",
+    "integer": "number",
+    "boolean": "boolean",
+    "null": "null",
+    "object": "{}",
+    "array": "Array<any>",
+}
+_LIMITS: Final = {
+    "string": ("maxLength", "minLength", "pattern"),
+    "number": ("maximum", "minimum"),
+    "integer": ("maximum", "minimum"),
+    "array": ("maxItems", "minItems"),
+}
+_KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+}
+
+
+def typescript(tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """The declaration of tools; None for those that it has no words for."""
+    try:
+        functions = [_function(tool["function"]) for tool in tools if tool.get("function")]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not functions:
+        return None
+    return "\n".join(("# Tools\n", "## functions", "namespace functions {", *functions, "}\n"))
+
+
+@define
+class _Known:
+    """What a function's schemas refer to."""
+
+    definitions: dict[str, Any] = field(factory=dict)
+    itself: bool = False
+
+
+@frozen
+class _Type:
+    """A schema. `write` gives its text at an indentation; `limits` are shown as comments."""
+
+    write: Callable[[str], str]
+    description: str = ""
+    limits: Mapping[str, Any] = field(factory=dict)
+
+    def comments(self, indent: str) -> str:
+        found = _comment(self.description, indent) + "\n" if self.description else ""
+        if self.limits:
+            told = ", ".join(f"{name}: {self.limits[name]}" for name in sorted(self.limits))
+            found += f"{indent}// {told}\n"
+        return found
+
+
+def _comment(text: str, indent: str = "") -> str:
+    return "\n".join(f"{indent}// {line}" if line else "" for line in text.split("\n"))
+
+
+def _function(function: Mapping[str, Any]) -> str:
+    known = _Known()
+    parameters = function.get("parameters") or {}
+    members = _members(parameters, known)
+    whole = _object(parameters, known, members)
+    written, itself = [], known.itself
+    if itself:
+        inside = ",\n".join(write(_STEP) for _, _, write in members)
+        written.append(f"interface parameters {{\n{inside}\n}}" if inside else "interface parameters {}")
+    for name, schema in list(known.definitions.items()):
+        text = _parsed(schema, known).write("")
+        description = schema.get("description", "")
+        before = _comment(description) + "\n" if description else ""
+        written.append(f"{before}interface {name} {text}")
+    if description := function.get("description"):
+        written.append(_comment(description))
+    taken = "parameters" if itself else whole.write("")
+    return "\n".join((*written, f"type {function.get('name', 'function')} = (_: {taken}) => any;"))
+
+
+def _parsed(schema: Any, known: _Known) -> _Type:
+    if isinstance(schema, bool):
+        return _Type(lambda _: "any" if schema else "null")
+    description = schema.get("description", "")
+    if "$ref" in schema:
+        name = _reference(schema["$ref"], known)
+        return _Type(lambda _: name, description)
+    if "anyOf" in schema:
+        branches = [_parsed(branch, known) for branch in schema["anyOf"]]
+        return _Type(lambda indent: " | ".join(each.write(indent) for each in branches), description)
+    if "enum" in schema:
+        words = " | ".join(f'"{each}"' if isinstance(each, str) else str(each) for each in _values(schema))
+        return _Type(lambda _: words, description)
+    if "type" not in schema:
+        if schema:
+            raise ValueError(f"no type of {schema}")
+        return _Type(lambda _: "any")
+    return _typed(schema, known)
+
+
+def _typed(schema: Mapping[str, Any], known: _Known) -> _Type:
+    kind, description = schema["type"], schema.get("description", "")
+    if isinstance(kind, list):
+        union = " | ".join(_UNIONS[each] for each in kind)
+        return _Type(lambda _: union, description)
+    if kind == "object":
+        return _object(schema, known, _members(schema, known))
+    limits = {name: schema[name] for name in _LIMITS.get(kind, ()) if name in schema}
+    if kind == "array":
+        item = _parsed(schema["items"], known) if schema.get("items") else _Type(lambda _: "any")
+        return _Type(lambda indent: _array(item, indent), description, limits)
+    if not isinstance(kind, str):
+        raise TypeError(f"{kind} is no type")
+    return _Type(lambda _: "number" if kind == "integer" else kind, description, limits)
+
+
+def _array(item: _Type, indent: str) -> str:
+    inner = indent + _STEP
+    comments = item.comments(inner)
+    if not comments:
+        return f"Array<{item.write(indent)}>"
+    return f"Array<\n{comments}{inner}{item.write(inner)}\n{indent}>"
+
+
+_Member = tuple[str, bool, Callable[[str], str]]  # its name, whether it may be left out, its text
+
+
+def _members(schema: Mapping[str, Any], known: _Known) -> list[_Member]:
+    if not schema:
+        return []
+    known.definitions |= schema.get("$defs") or {}
+    required = schema.get("required", [])
+    return [
+        (name, name not in required, _member(name, part, known, optional=name not in required))
+        for name, part in schema.get("properties", {}).items()
+    ]
+
+
+def _member(name: str, schema: Any, known: _Known, *, optional: bool) -> Callable[[str], str]:
+    kind = _parsed(schema, known)
+    default = schema.get("default") if isinstance(schema, dict) else None
+    plain = isinstance(default, int | float)
+    told = repr(default) if plain else json.dumps(default, ensure_ascii=False)
+
+    def write(indent: str) -> str:
+        comments = kind.comments(indent) + ("" if default is None else f"{indent}// Default: {told}\n")
+        return f"{comments}{indent}{name}{'?' if optional else ''}: {kind.write(indent)}"
+
+    return write
+
+
+def _object(schema: Mapping[str, Any], known: _Known, members: list[_Member]) -> _Type:
+    others = schema.get("additionalProperties")
+    more = _parsed(others, known) if isinstance(others, dict) else None
+    if more is None and others not in (None, True, False):
+        raise ValueError(f"additionalProperties cannot be {others}")
+
+    def write(indent: str) -> str:
+        inner = indent + _STEP
+        parts = [text(inner) for _, _, text in sorted(members, key=lambda each: (each[1], each[0]))]
+        if others is not None:
+            rest = more.write(inner) if more is not None else "any" if others else "never"
+            parts.append(f"{inner}[k: string]: {rest}")
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}" if parts else "{}"
+
+    return _Type(write, schema.get("description", "") if schema else "")
+
+
+def _reference(target: str, known: _Known) -> str:
+    if target == "#":
+        known.itself = True
+        return "parameters"
+    name = target.rpartition("/")[2]
+    if not target.startswith("#/$defs/") or name not in known.definitions:
+        raise ValueError(f"{target} refers to nothing")
+    return name
+
+
+def _values(schema: Mapping[str, Any]) -> list[Any]:
+    """The values of an enum. ValueError for those of another type than it says."""
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        others = [each for each in kind if each != "null"] or kind
+        if len(kind) > 2 or (len(kind) == 2 and "null" not in kind) or not kind:
+            raise ValueError(f"an enum of {kind}")
+        kind = others[0] if len(kind) == 2 else kind[0]
+    expected = _KINDS.get(kind) if isinstance(kind, str) else None
+    values = list(schema["enum"])
+    if expected is not None and any(each is not None and not isinstance(each, expected) for each in values):
+        raise ValueError(f"an enum of other values than {kind}")
+    return values
