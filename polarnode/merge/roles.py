@@ -90,6 +90,7 @@ _SIGNS: Final = (
     _claude(_side(_CLAUDE, _RECAP, user="The user stepped away and is coming back. Recap in under")),
     _claude(_side(_CLAUDE, _NEXT, user="[SUGGESTION MODE: Suggest what the user might naturally type")),
     _claude(_side(_CLAUDE, _MEMORY, user="You are now acting as the memory extraction subagent.")),
+    _claude(_side(_CLAUDE, "what the web says", "You run a web search for another Claude model, which")),
     _claude(_side(_CLAUDE, "what a web page says", user="Web page content:\n---\n")),
     _claude(
         _side(_CLAUDE, "whether a hook's condition holds", "You are evaluating a stop-condition hook in")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from attrs import evolve
-from merge_toys import Session, ask, system, told, user
+from merge_toys import Session, ask, said, system, told, user
 
 from polarnode.core.conversation import Answer, Message, ToolCall
 from polarnode.merge.builders import prefix_merging
@@ -114,6 +114,7 @@ SIDE_CALLS = [
     ("compaction", f"{SDK}You are a helpful AI assistant tasked with summarizing conversations.", "go"),
     ("auxiliary", f"{CLAUDE}You are naming a coding session so the user can pick it out of a long list", "x"),
     ("auxiliary", f"{SDK}You are evaluating a stop-condition hook in Claude Code. Read the", "x"),
+    ("auxiliary", f"{SDK}You run a web search for another Claude model, which is waiting", "Search: x"),
     ("auxiliary", CLAUDE, "\nWeb page content:\n---\n# A page"),
     (
         "auxiliary",
@@ -297,6 +298,20 @@ def test_arguments_that_are_no_json_or_have_no_end_are_no_task() -> None:
     ]
     made.note_answer(Answer(parts=tuple(calls), finish_reason="tool_calls"))
     assert made.classify(evolve(MAIN, system="s2"), (user("[" * 100),)).role == "main"
+
+
+def test_side_call_that_calls_tools() -> None:
+    """What answers a side call's tools is that side call; a conversation that goes on from it is an agent's."""
+    session = Session()
+    remember = user(
+        "You are now acting as the memory extraction subagent. Analyze the most recent ~4 messages"
+    )
+    asked = system(f"{CLAUDE}many rules"), user(), said("done"), remember
+    first, answer = session.say(ask(*asked), "", [("bash", '{"command": "ls"}')])
+    result = told(answer.calls[0], "a b")
+    second, _ = session.say(ask(*asked, answer, result), "noted")
+    assert (first.role, second.role, second.parent) == ("auxiliary", "auxiliary", 0)
+    assert session.lineages.plan(ask(*asked, answer, result, user("and now?"))).role == "main"
 
 
 # ── crews ─────────────────────────────────────────────────────────────────────
