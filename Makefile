@@ -4,7 +4,8 @@
 PY := .venv/bin/python
 
 demo: setup
-	.venv/bin/polarnode run --cpu --run-limit 6 --out out/demo --expect-reward examples/demo/pi.toml examples/demo/mini_swe_agent.toml
+	@.venv/bin/polarnode run --cpu --run-limit 6 --out out/demo --expect-reward examples/demo/pi.toml examples/demo/mini_swe_agent.toml; \
+	code=$$?; cat examples/demo/after.txt; exit $$code
 
 test:
 	@tools/setup.sh test

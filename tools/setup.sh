@@ -6,6 +6,12 @@ cd "$(dirname "$0")/.."
 
 say() { printf '· %s\n' "$*"; }
 
+# Run a command, and print what it says only if it fails: pip and apt warn on every other machine of something that is no matter here.
+quietly() {
+  local said
+  said=$("$@" 2>&1) || { printf '%s\n' "$said" >&2; return 1; }
+}
+
 # Commands and their Debian packages. runc beside crun: crun refuses mixed cgroups. catatonit is every container's first process.
 wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git make:make)
 # chromium: the page in a real browser. npm: the real Qwen3 tokenizer comes from its registry; ip and openssl: agents on another machine, a namespace, and their certificates
@@ -29,8 +35,8 @@ if [ ${#missing[@]} -gt 0 ]; then
     exit 1
   fi
   say "installing Debian packages: ${missing[*]}"
-  apt-get update -qq
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  quietly apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive quietly apt-get install -y -qq --no-install-recommends "${missing[@]}"
 fi
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
   echo "polarnode needs Python 3.11 to 3.13 (SGLang has wheels for no other): set PYTHON=/path/to/python3.11" >&2
@@ -47,7 +53,7 @@ command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU
 stamp=.venv/polarnode-$extra-$(cat pyproject.toml tools/constraints-$extra.txt tools/setup.sh | sha256sum | cut -c1-16)
 if [ ! -e "$stamp" ]; then
   [ -x .venv/bin/python ] || { say "making .venv with $("$python" --version)"; "$python" -m venv .venv; }
-  pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check)
+  pip=(quietly .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check)
   if [ "$extra" = gpu ]; then
     say "installing polarnode with full SGLang for GPUs (about 4.3 GB, some minutes)"
     "${pip[@]}" install --constraint tools/constraints-gpu.txt --editable '.[gpu,test]'
@@ -75,9 +81,9 @@ beside=(
 compared=.venv/polarnode-oracles-${stamp##*-} # its name begins like the other stamp's: a new environment removes both
 if [ "${1:-}" = test ] && [ ! -e "$compared" ]; then
   say "installing reference packages for the tests: ${oracles[*]} ${beside[*]}"
-  .venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps "${oracles[@]}"
+  quietly .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-deps "${oracles[@]}"
   rm -rf .venv/oracles
-  .venv/bin/python -m pip --quiet --disable-pip-version-check install --no-deps --target .venv/oracles "${beside[@]}"
+  quietly .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check install --no-deps --target .venv/oracles "${beside[@]}"
   touch "$compared"
 fi
 say "set up: .venv ($extra)"

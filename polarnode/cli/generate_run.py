@@ -98,7 +98,8 @@ async def _attempt(journal: Journal, record: TaskRecord, acceptance: Acceptance)
 
 async def run_work(config: NodeConfig, work: PendingWork, console: Console) -> GenerationRun | None:
     """Run the pending slots to their end or until stopped; None when stopped before the node was open."""
-    return await on_own_node(config, console, lambda node, stop: _run(node, work, stop, console))
+    specs = [each.spec for each in work.slots]
+    return await on_own_node(config, console, lambda node, stop: _run(node, work, stop, console), specs=specs)
 
 
 async def _run(node: Node, work: PendingWork, stop: StopRequest, console: Console) -> GenerationRun:
@@ -255,7 +256,9 @@ async def _watch(running: RunningWork, console: Console) -> None:
     if not console.is_terminal:
         while True:
             await trio.sleep(PLAIN_REFRESH_S)
-            console.print(f"· {progress(running, trio.current_time())}")
+            step = running.node.images.step
+            waits_for = f" ({step})" if step is not None else ""
+            console.print(f"· {progress(running, trio.current_time())}{waits_for}")
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while True:
             alive = [status for status in running.node.scheduler.sessions() if status.outcome is None]

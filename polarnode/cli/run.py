@@ -6,15 +6,19 @@ trajectories.jsonl is replaced atomically when all sessions have ended.
 
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import trio
 from attrs import evolve, frozen
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
+from polarnode import harnesses
 from polarnode.cli import output
 from polarnode.cli.options import EXIT_INTERRUPTED, interrupted
 from polarnode.cli.output import fitted, harmless, open_console
@@ -28,8 +32,9 @@ from polarnode.cli.sources import (
     written_whole,
 )
 from polarnode.cli.stopping import StopRequest, stop_on_signals
+from polarnode.containers.images import Images
 from polarnode.core import codec
-from polarnode.core.errors import ConfigError, boundary
+from polarnode.core.errors import ConfigError, Refused, RuntimeFault, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import stopped_early
@@ -39,6 +44,8 @@ from polarnode.node import checks
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node
+from polarnode.node.settings import runtimes_settings
+from polarnode.rollouts.services import runtime_of
 from polarnode.support.bounded import open_node_log
 
 # ── temporary node ────────────────────────────────────────────────────────────
@@ -47,10 +54,14 @@ ResultT = TypeVar("ResultT")
 
 
 async def on_own_node(
-    config: NodeConfig, console: Console, work: Callable[[Node, StopRequest], Awaitable[ResultT]]
+    config: NodeConfig,
+    console: Console,
+    work: Callable[[Node, StopRequest], Awaitable[ResultT]],
+    *,
+    specs: Iterable[TaskSpec] = (),
 ) -> ResultT | None:
     """Open a node, await `work(node, stop)` on it and return its result; None when stopped before the node
-    was open.
+    was open. The images of `specs` are built beside the engine's start.
     """
     result: ResultT | None = None
     async with trio.open_nursery() as nursery:
@@ -60,11 +71,32 @@ async def on_own_node(
             lambda text: console.print(f"· {text}", style="dim"), console, f"logs: {config.state_dir}"
         )
         nursery.start_soon(steps.show)
-        async with open_node(config, report=steps.report) as node:
+        images = Images(
+            settings=runtimes_settings(config),
+            log=Path(config.state_dir) / "images.log",
+            report=lambda text: console.print(f"· {text}", style="dim"),
+        )
+        nursery.start_soon(_build_beside, images, image_names(specs, config))
+        async with open_node(config, report=steps.report, images=images) as node:
             steps.end()
             result = await work(node, stop)
         nursery.cancel_scope.cancel()
     return result
+
+
+def image_names(specs: Iterable[TaskSpec], config: NodeConfig) -> list[str]:
+    """The images that the sessions of these tasks begin with, each once."""
+    find = partial(harnesses.find, allowed_imports=config.import_paths)
+    return list(dict.fromkeys(runtime_of(each, find(each.harness)).image for each in specs))
+
+
+async def _build_beside(images: Images, names: Sequence[str]) -> None:
+    """Build what is missing while the engine starts. A session that needs it tries again, and says why it
+    failed.
+    """
+    for name in names:
+        with suppress(RuntimeFault, Refused):
+            await images.ensure(name)
 
 
 # ── run ───────────────────────────────────────────────────────────────────────
@@ -129,7 +161,9 @@ def new_state(out: Path) -> Path:
 
 async def _run(config: NodeConfig, specs: Sequence[TaskSpec], console: Console) -> RunResult | None:
     """None when stopped before the node was open."""
-    return await on_own_node(config, console, lambda node, stop: _sessions(node, specs, stop, console))
+    return await on_own_node(
+        config, console, lambda node, stop: _sessions(node, specs, stop, console), specs=specs
+    )
 
 
 async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: StopRequest, console: Console) -> RunResult:
@@ -170,9 +204,9 @@ async def _watch(node: Node, samples: frozenset[Sample], console: Console) -> No
         return
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         while not samples <= _ended(node):
-            live.update(
-                output.live_table(node.scheduler.sessions(), rows=max(1, console.height - FRAME_ROWS))
-            )
+            table = output.live_table(node.scheduler.sessions(), rows=max(1, console.height - FRAME_ROWS))
+            step = node.images.step
+            live.update(table if step is None else Group(table, Text(f"· {step}", style="dim")))
             await trio.sleep(REFRESH_S)
 
 
@@ -200,6 +234,7 @@ async def _watch_plainly(node: Node, samples: frozenset[Sample], console: Consol
                     len(printed),
                     len(samples),
                     [status.phase for status in node.scheduler.sessions() if status.outcome is None],
+                    waits_for=node.images.step,
                 )
             )
         if new or trio.current_time() - last > PLAIN_REFRESH_S:
@@ -207,10 +242,11 @@ async def _watch_plainly(node: Node, samples: frozenset[Sample], console: Consol
         await trio.sleep(REFRESH_S)
 
 
-def progress(done: int, sessions: int, phases: Sequence[str]) -> str:
-    """A progress line: `· 3 of 8 sessions done; 2 run, 3 init`."""
+def progress(done: int, sessions: int, phases: Sequence[str], *, waits_for: str | None = None) -> str:
+    """A progress line: `· 3 of 8 sessions done; 2 run, 3 init (building mini_swe_agent, 60 s)`."""
     now = ", ".join(f"{phases.count(phase)} {phase}" for phase in dict.fromkeys(phases))
-    return f"· {done} of {sessions} sessions done" + (f"; {now}" if now else "")
+    step = f" ({waits_for})" if waits_for is not None else ""
+    return f"· {done} of {sessions} sessions done{f'; {now}' if now else ''}{step}"
 
 
 def _ended(node: Node) -> frozenset[Sample]:

@@ -69,6 +69,7 @@ class Images:
     log: Path
     report: Callable[[str], None]
     _available: set[str] = field(factory=set, init=False)
+    _step: tuple[str, float] | None = field(default=None, init=False)  # what is built now, and since when
     _builder: "Builder | None" = field(default=None, init=False)
     _opening: trio.Lock = field(factory=trio.Lock, init=False)
     _one_at_a_time: trio.Lock = field(factory=trio.Lock, init=False)
@@ -78,6 +79,22 @@ class Images:
     # the sentence for what is missing, None for what is there; and until when it counts
     _answers: dict[str, tuple[str | None, float]] = field(factory=dict, init=False)
     _asking: "WeakValueDictionary[str, trio.Lock]" = field(factory=WeakValueDictionary, init=False)
+
+    @property
+    def step(self) -> str | None:
+        """What is built now, and its seconds so far: `building mini_swe_agent, 60 s`."""
+        if self._step is None:
+            return None
+        text, began = self._step
+        return f"{text}, {trio.current_time() - began:.0f} s"
+
+    def _report(self, text: str) -> None:
+        self.report(text)
+        if text.startswith(("building ", "pulling ", "waiting ")):
+            self._step = (
+                text.replace("building runtime ", "building ").partition(" on ")[0],
+                trio.current_time(),
+            )
 
     async def refusal(self, name: str) -> str | None:
         """Why a task cannot have the image of that name: it is neither a recipe nor an image of this store.
@@ -113,12 +130,15 @@ class Images:
             stands = await builder.stands(name)
         if not stands:
             async with self._one_at_a_time:
-                await builder.build_missing(name)
+                try:
+                    await builder.build_missing(name)
+                finally:
+                    self._step = None
 
     async def _opened(self) -> "Builder":
         async with self._opening:
             if self._builder is None:
-                self._builder = await open_builder(self.settings, self.log, self.report)
+                self._builder = await open_builder(self.settings, self.log, self._report)
             return self._builder
 
 

@@ -169,9 +169,11 @@ STARTING_ENGINE = "starting the engine"  # as it is reported
 
 
 @asynccontextmanager
-async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node]:
+async def open_node(
+    config: NodeConfig, *, report: Report, images: Images | None = None
+) -> AsyncIterator[Node]:
     """A node that runs, its journal recovered. `report` is called for each step that takes time. Sessions
-    still live at the end are cancelled.
+    still live at the end are cancelled. `images`: those that are being built already.
     """
     lift_descriptor_limit()
     state = _private_state(config)
@@ -191,7 +193,7 @@ async def open_node(config: NodeConfig, *, report: Report) -> AsyncIterator[Node
         ):
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
             adapters = await _restored(config, weights, report)
-            images = Images(settings=runtimes.settings, log=state / "images.log", report=report)
+            images = images or Images(settings=runtimes.settings, log=state / "images.log", report=report)
             served = _served(engines, model)
             plane = _plane(config, served)
             copies = _snapshot_copies(config, journal)

@@ -9,21 +9,24 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
+import trio.testing
 from attrs import evolve
-from journal_samples import make_trajectory
+from journal_samples import make_spec, make_trajectory
 from rich.console import Console
 from sources_kit import DATA
 
 from polarnode.cli import run as running
 from polarnode.cli.sources import SourceSelection, checked, written_whole
 from polarnode.core import codec
-from polarnode.core.errors import InvariantViolated, PolarnodeError, Refused
-from polarnode.core.task import TaskSpec
+from polarnode.core.errors import InvariantViolated, PolarnodeError, Refused, RuntimeFault
+from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.node.config import NodeConfig
 from polarnode.sources import Overrides
@@ -111,6 +114,43 @@ def test_a_session_that_was_stopped_or_lost_is_one() -> None:
 def test_progress_is_one_plain_line() -> None:
     assert running.progress(3, 8, ["run", "run", "init"]) == "· 3 of 8 sessions done; 2 run, 1 init"
     assert running.progress(8, 8, []) == "· 8 of 8 sessions done"
+    waiting = running.progress(0, 16, ["init"] * 16, waits_for="building mini_swe_agent, 60 s")
+    assert waiting == "· 0 of 16 sessions done; 16 init (building mini_swe_agent, 60 s)"
+
+
+async def test_images_are_built_beside_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first run waits for the longer of both, not for one after the other."""
+    config = NodeConfig(engine="simulated", state_dir=str(tmp_path))
+    begun, built = trio.Event(), list[str]()
+
+    class Building:
+        step = None
+
+        def __init__(self, **_: object) -> None: ...
+
+        async def ensure(self, name: str) -> None:
+            begun.set()
+            await trio.lowlevel.checkpoint()
+            built.append(name)
+            if name == "mini_swe_agent":
+                raise RuntimeFault("no network")  # told by the session that needs it
+
+    @asynccontextmanager
+    async def engine(config: NodeConfig, *, report: object, images: Building) -> AsyncIterator[Building]:
+        with trio.fail_after(10):
+            await begun.wait()
+        yield images
+
+    async def work(node: Any, stop: object) -> Any:
+        await trio.testing.wait_all_tasks_blocked()
+        return node
+
+    monkeypatch.setattr(running, "Images", Building)
+    monkeypatch.setattr(running, "open_node", engine)
+    specs = [make_spec(harness=HarnessSpec(name=name)) for name in ("pi", "mini_swe_agent", "pi")]
+    found = await running.on_own_node(config, Console(quiet=True), work, specs=specs)
+    assert isinstance(found, Building), "sessions wait for the same builds"
+    assert built == ["pi", "mini_swe_agent"]
 
 
 # ── files ─────────────────────────────────────────────────────────────────────

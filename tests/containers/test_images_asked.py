@@ -10,6 +10,7 @@ from podman_parts import settings, tools
 
 from polarnode.containers import images
 from polarnode.containers.images import Images
+from polarnode.core.errors import RuntimeFault
 
 
 @define
@@ -105,3 +106,34 @@ async def test_a_fault_of_podman_refuses_no_task(tmp_path: Path) -> None:
     """Exit code 125 is no answer; the session will say what the fault was."""
     there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
     assert await there.refusal("localhost/UPPER case") is None
+
+
+async def test_the_step_of_a_build_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for an image is told which one is built, and for how long already."""
+    told: list[str] = []
+    steps: list[str | None] = []
+    there = Images(settings=settings(), log=tmp_path / "build.log", report=told.append)
+
+    class Building:
+        async def stands(self, name: str) -> bool:
+            await trio.lowlevel.checkpoint()
+            return False
+
+        async def build_missing(self, name: str) -> None:
+            await trio.lowlevel.checkpoint()
+            there._report(f"building runtime {name} on localhost/polarnode/base")
+            steps.append(there.step)
+            if name == "pi":
+                raise RuntimeFault("no network")
+
+    async def opened(*_: object) -> Building:
+        await trio.lowlevel.checkpoint()
+        return Building()
+
+    monkeypatch.setattr(images, "open_builder", opened)
+    await there.ensure("mini_swe_agent")
+    assert steps == ["building mini_swe_agent, 0 s"]
+    assert told == ["building runtime mini_swe_agent on localhost/polarnode/base"]
+    with pytest.raises(RuntimeFault):
+        await there.ensure("pi")
+    assert there.step is None, "nothing is built any more"

@@ -85,6 +85,8 @@ NO_IMAGE = "localhost/none/such"
 class HollowImages:
     """Every image is there but NO_IMAGE."""
 
+    step: str | None = None
+
     async def refusal(self, name: str) -> str | None:
         await trio.lowlevel.checkpoint()
         return f"no image is called {name}" if name == NO_IMAGE else None
