@@ -22,6 +22,8 @@ from polarnode.engine.checkpoints import BadCheckpoint, Kind, check_whole, draft
 from polarnode.engine.drafts import inexact, undrafted
 from polarnode.engine.embedded.control import DraftTotals
 from polarnode.engine.engines import open_engines
+from polarnode.engine.external import Unfit, Wanted
+from polarnode.engine.external_sglang import SglangServer
 from polarnode.engine.protocol import Piece, Simulation
 from polarnode.engine.settings import EngineSettings, Simulated, check
 from polarnode.node.config import TINY_MODEL
@@ -73,6 +75,14 @@ def test_a_node_on_a_cpu_says_why(tmp_path: Path) -> None:
     )
     with pytest.raises(EngineError, match="needs a GPU: SGLang has no kernels that verify drafts on a CPU"):
         check(settings)
+
+
+def test_a_server_is_held_to_the_same() -> None:
+    server = SglangServer(Wanted(url="http://a:1", vocab_size=9), None)  # type: ignore[arg-type]
+    server._check({"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 1.0})
+    server._check({"speculative_algorithm": None, "speculative_accept_threshold_acc": 0.5})
+    with pytest.raises(Unfit, match=r"http://a:1 was started with speculative_accept_threshold_acc=0.5"):
+        server._check({"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.5})
 
 
 # ── of a call ───────────────────────────────────────────────────────────
