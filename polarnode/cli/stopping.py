@@ -1,10 +1,15 @@
 """The first SIGINT or SIGTERM asks a command to stop; the second ends it at once."""
 
+import os
 import signal
+import threading
 from collections.abc import Callable
 
 import trio
 from attrs import define, field
+
+FORCED_S = 2.0  # seconds for what is left to close its files: engines end by themselves when their node has
+INTERRUPTED = 130  # the exit code of a program that was interrupted
 
 
 @define(eq=False)
@@ -24,13 +29,26 @@ class StopRequest:
 async def stop_on_signals(
     stop: Callable[[], None], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Call `stop` at the first signal; raise KeyboardInterrupt at the second."""
+    """Call `stop` at the first signal; raise KeyboardInterrupt at the second. What does not give way to that
+    within FORCED_S (an update of weights, a disk that hangs) ends with the process.
+    """
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         await anext(signals)
         stop()
         await anext(signals)
+        end = threading.Timer(FORCED_S, _end_process, (trio.lowlevel.current_trio_token(),))
+        end.daemon = True  # a process that ends by itself does not wait for it
+        end.start()
         raise KeyboardInterrupt
+
+
+def _end_process(run: trio.lowlevel.TrioToken) -> None:
+    try:
+        run.run_sync_soon(int)  # raises where the run gave way
+    except trio.RunFinishedError:
+        return
+    os._exit(INTERRUPTED)
 
 
 async def requested(stop: StopRequest) -> None:

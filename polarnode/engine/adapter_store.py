@@ -12,11 +12,11 @@ import os
 import re
 import shutil
 from collections.abc import AsyncIterable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 from uuid import uuid4
 
 import trio
@@ -26,7 +26,15 @@ from polarnode.core.codec.json import read_json
 from polarnode.core.codec.tasks import ADAPTER
 from polarnode.core.errors import ConfigError, Conflict, DiskFull, EngineError, PolarnodeError, Refused
 from polarnode.core.weights import AdapterReport, AdaptersState, AdapterState
-from polarnode.engine.checkpoints import CONFIG, CONFIG_LIMIT, TENSORS, BadCheckpoint, head
+from polarnode.engine.checkpoints import (
+    ADAPTER_HEAD,
+    CONFIG,
+    CONFIG_LIMIT,
+    TENSORS,
+    BadCheckpoint,
+    head,
+    opened_regular,
+)
 from polarnode.engine.weight_values import AdapterOrder, DiskSource, Served
 from polarnode.engine.weights import HISTORY, WRITTEN_S, Weights, plain_of, served_of
 from polarnode.support.bounded import private_opener
@@ -35,6 +43,7 @@ from polarnode.support.bounded import private_opener
 VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,127}")
 # rank 64 of every linear layer of a 70B model is 1.7 GB in bfloat16, and twice that in float32
 MOST_BYTES: Final = 4 << 30
+COPIED: Final = 16 << 20  # bytes between looks at the disk's room: some 10 ms
 INCOMING: Final = ".incoming-"  # a folder that is not whole; no adapter's name begins so
 
 
@@ -154,16 +163,28 @@ class AdapterStore:
     def _copy(self, source: Path, folder: Path) -> None:
         for name, most in ((CONFIG, CONFIG_LIMIT), (TENSORS, MOST_BYTES)):
             try:
-                size = (source / name).stat().st_size
+                with opened_regular(source / name) as file:
+                    self._copy_file(file, folder / name, most)
+            except BadCheckpoint as error:
+                raise Refused(str(error), path="$.source.path") from None
             except OSError as error:
                 raise Refused(
                     f"{source / name} cannot be read ({error.strerror}): name a folder of this machine that"
                     " PEFT's save_pretrained wrote, with safetensors",
                     path="$.source.path",
                 ) from None
-            _insist_small(name, size, most)
-            self._insist_room(size)
-            shutil.copyfile(source / name, folder / name)
+
+    def _copy_file(self, file: BinaryIO, to: Path, most: int) -> None:
+        """Copy what is there, at most `most` bytes: its size may be another than its name claims."""
+        announced, size = os.fstat(file.fileno()).st_size, 0
+        _insist_small(to.name, announced, most)
+        self._insist_room(announced)
+        with open(to, "wb", opener=private_opener) as copy:
+            while data := file.read(COPIED):
+                self._insist_room(max(len(data), announced - size))
+                size += len(data)
+                _insist_small(to.name, size, most)
+                copy.write(data)
 
     async def _write(self, path: Path, body: AsyncIterable[bytes], announced: int) -> None:
         _insist_small(TENSORS, announced, MOST_BYTES)
@@ -212,6 +233,8 @@ class AdapterStore:
                     await self.weights.engines.adapters.put(name, version, place, loaded=write)
                 except BaseException:
                     _remove(place)
+                    with suppress(OSError):
+                        place.parent.rmdir()  # of an adapter that has no other version
                     raise
                 await self._prune(name)
             self._updates += 1
@@ -344,7 +367,7 @@ def _insist_small(name: str, size: int, most: int) -> None:
 def _unpack_config(folder: Path) -> None:
     """Write the configuration that the tensors' file carries."""
     try:
-        found = head(folder / TENSORS).get("__metadata__", {}).get("adapter_config")
+        found = head(folder / TENSORS, ADAPTER_HEAD).get("__metadata__", {}).get("adapter_config")
     except (BadCheckpoint, AttributeError, KeyError, TypeError, IndexError) as error:
         raise Refused(f"the body is no safetensors file: {error}") from None
     if not isinstance(found, str):
@@ -388,9 +411,9 @@ def _digest(folder: Path) -> str:
     whole = sha256()
     for name in (CONFIG, TENSORS):
         try:
-            with (folder / name).open("rb") as file:
+            with opened_regular(folder / name) as file:
                 whole.update(file_digest(file, "sha256").digest())
-        except OSError:
+        except (OSError, BadCheckpoint):
             return ""
     return whole.hexdigest()
 

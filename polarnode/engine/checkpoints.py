@@ -7,10 +7,14 @@ logprobs would be those of other weights, and some shapes end its scheduler in t
 """
 
 import json
+import os
 import re
+import stat
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,10 @@ from attrs import frozen
 
 from polarnode.core.errors import shortened
 
-HEAD_LIMIT = 100 << 20  # bytes: safetensors' own bound of its head
+# bytes of a file's header: 150 for each tensor, and the largest checkpoints have 100 000 in a hundred files;
+# parsing it holds the process
+HEAD_LIMIT = 32 << 20
+ADAPTER_HEAD = 1 << 20  # bytes of an adapter's: 7 000 tensors, two for each linear layer of a model
 SHOWN = 3  # names in a sentence
 FLOATS = frozenset({"BF16", "F16", "F32"})  # any of them is read as any other
 
@@ -46,26 +53,58 @@ class Kind:
 Manifest = Mapping[str, Kind]
 
 
-def manifest(path: Path) -> Manifest:
-    """The tensors of a checkpoint; empty where it has no safetensors files."""
+@contextmanager
+def opened_regular(file: Path) -> Iterator[BufferedReader]:
+    """Open a file to read. BadCheckpoint for what is none: a pipe would wait for its writer, a device has no
+    end. Links to files are followed.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    with open(descriptor, "rb") as opened:
+        require(
+            stat.S_ISREG(os.fstat(descriptor).st_mode),
+            f"{file.name} is no regular file: write weights as files, not as pipes or devices",
+        )
+        yield opened
+
+
+def check_files(path: Path) -> None:
+    """Raise BadCheckpoint where a folder has something that is neither a file nor a folder, and open each
+    file once: a disk that hangs must do so here, and not in the engine.
+    """
+    for each in sorted(path.iterdir()) if path.is_dir() else ():  # else whoever loads it says what is missing
+        if not each.is_dir():
+            require(
+                each.is_file(),
+                f"{each.name} is no regular file: write weights as files, not as pipes, devices or links to"
+                " them",
+            )
+            with opened_regular(each) as opened:
+                opened.read(8)
+
+
+def manifest(path: Path, limit: int = HEAD_LIMIT) -> Manifest:
+    """The tensors of a checkpoint; empty where it has no safetensors files. `limit`: bytes of a header."""
     found: dict[str, Kind] = {}
     for file in sorted(path.glob("*.safetensors")):
         found |= {
             name: Kind(tuple(each["shape"]), str(each["dtype"]))
-            for name, each in head(file).items()
+            for name, each in head(file, limit).items()
             if name != "__metadata__"
         }
     return found
 
 
-def head(file: Path) -> dict[str, Any]:
+def head(file: Path, limit: int = HEAD_LIMIT) -> dict[str, Any]:
     """A safetensors file's header: for each tensor shape, dtype and place, within the file; and
     `__metadata__`, as it is.
     """
-    with file.open("rb") as opened:
+    with opened_regular(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= HEAD_LIMIT:
-            raise BadCheckpoint(f"{file.name} is no safetensors file: its header claims {length} bytes")
+        if not 2 <= length <= limit:
+            raise BadCheckpoint(
+                f"{file.name} is no safetensors file of this kind: its header claims {length} bytes, at most"
+                f" {limit} are read"
+            )
         try:
             head: dict[str, Any] = json.loads(opened.read(length))
             ends = [_end(each) for name, each in head.items() if name != "__metadata__"]
@@ -97,6 +136,7 @@ def check_folder(path: Path, model: Manifest) -> None:
         raise BadCheckpoint(
             f"there is no config.json under {path}: name a folder with a Hugging Face checkpoint"
         )
+    check_files(path)
     found = manifest(path)
     if model:
         check_tensors(found, model)
@@ -184,7 +224,7 @@ def check_adapter(path: Path, model: Manifest, limits: AdapterLimits) -> None:
     """Raise BadCheckpoint unless the folder holds a LoRA adapter in PEFT's layout that the engine samples by
     exactly, for a model with these tensors (any if those are unknown). Reads every value.
     """
-    rank, found = _check_config(path, limits), manifest(path)
+    rank, found = _check_config(path, limits), manifest(path, ADAPTER_HEAD)
     require(
         (path / TENSORS).is_file() and len(found) > 0,
         f"there are no tensors in {path / TENSORS}: save the adapter with save_pretrained",
@@ -203,7 +243,7 @@ def check_adapter(path: Path, model: Manifest, limits: AdapterLimits) -> None:
 def _check_config(path: Path, limits: AdapterLimits) -> int:
     """The adapter's rank, from a config of which SGLang ignores nothing that matters."""
     try:
-        with (path / CONFIG).open("rb") as file:
+        with opened_regular(path / CONFIG) as file:
             read = json.loads(file.read(CONFIG_LIMIT))
     except FileNotFoundError:
         raise BadCheckpoint(f"there is no {CONFIG} under {path}: name a folder in PEFT's layout") from None

@@ -18,7 +18,7 @@ from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, EngineError, Refused
 from polarnode.core.weights import HostReport, UpdateOpened, WeightsReport, WeightsState
-from polarnode.engine.checkpoints import fingerprint
+from polarnode.engine.checkpoints import BadCheckpoint, check_files, fingerprint
 from polarnode.engine.engines import Engines
 from polarnode.engine.host import Loaded
 from polarnode.engine.update import Make, Update
@@ -150,6 +150,7 @@ UPDATE_S = 900.0
 # seconds an update of several requests waits for the next: gathering a bucket of 2 GB takes a sharded trainer
 # seconds
 IDLE_S = 120.0
+OPEN_S = 30.0  # seconds for the files of a checkpoint to open, a hundred of them on a network disk
 # seconds for a version to be on disk before it is served: a full disk, which is waited out, must not hold
 # generation
 WRITTEN_S = 5.0
@@ -205,6 +206,7 @@ class Weights:
             if (again := await report_if_served(self.journal, self.engines.versions, order)) is not None:
                 return again
             self.insist_free()
+            await self._openable(order)
             with trio.move_on_after(UPDATE_S, shield=True):
                 return await self._update(order, makes)
             raise EngineError(
@@ -387,6 +389,23 @@ class Weights:
         self.journal.weights_served(served.version, plain_of(served))
         with trio.move_on_after(WRITTEN_S):
             await self.journal.flushed()
+
+    async def _openable(self, order: UpdateOrder) -> None:
+        """Raise Refused where a checkpoint's files do not open: the engine's loop would wait for them."""
+        if not isinstance(order.source, DiskSource):
+            return
+        path = "$.source.path"
+        with trio.move_on_after(OPEN_S):
+            try:
+                await trio.to_thread.run_sync(check_files, Path(order.source.path), abandon_on_cancel=True)
+            except BadCheckpoint as error:
+                raise Refused(str(error), path=path) from None
+            except OSError as error:
+                raise Refused(f"the checkpoint cannot be read: {error}", path=path) from None
+            return
+        raise Refused(
+            f"the checkpoint's files were not open after {OPEN_S:.0f} s: look at its disk", path=path
+        )
 
     async def _files(self, order: UpdateOrder) -> str:
         if not isinstance(order.source, DiskSource):

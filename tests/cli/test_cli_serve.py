@@ -39,6 +39,31 @@ async def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signal
             await trio.sleep_forever()
 
 
+HANGS = """
+import trio
+from polarnode.cli.stopping import StopRequest, stop_on_signals
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        stop = StopRequest(lambda: print("asked", flush=True))
+        await nursery.start(stop_on_signals, stop)
+        print("started", flush=True)
+        with trio.CancelScope(shield=True):  # as an update of weights that hangs
+            await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+def test_second_signal_ends_what_hangs() -> None:
+    with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for line in ("started", "asked"):
+            assert program.stdout.readline().strip() == line
+            program.send_signal(signal.SIGINT)
+        assert program.wait(60) == 130
+
+
 async def test_before_there_is_a_node_the_first_signal_gives_up() -> None:
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)

@@ -2,8 +2,10 @@
 served, or the one before is; also after a restart.
 """
 
+import os
 import shutil
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -150,11 +152,61 @@ async def test_what_can_not_be_served_is_refused_and_leaves_nothing(
         assert (refused.status, "lora_rank" in refused.text) == (409, True)
 
 
+async def test_only_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = write_adapter(tmp_path / "good")
+
+    def beside(name: str, make: Callable[[Path], object], file: str = "adapter_model.safetensors") -> Path:
+        shutil.copytree(good, tmp_path / name)
+        (tmp_path / name / file).unlink()
+        make(tmp_path / name / file)
+        return tmp_path / name
+
+    async with opened(tmp_path) as plane:
+        for path, why in (
+            (beside("zero", lambda file: file.symlink_to("/dev/zero")), "no regular file"),
+            (beside("pipe", os.mkfifo), "no regular file"),
+            (beside("folder", Path.mkdir), "cannot be read"),
+            (beside("socket", lambda file: bound(file)), "cannot be read"),
+            (beside("config", os.mkfifo, "adapter_config.json"), "no regular file"),
+            (beside("gone", lambda file: file.symlink_to("nowhere")), "cannot be read"),
+            (beside("proc", lambda file: file.symlink_to("/proc/self/maps")), "safetensors"),
+            (beside("head", lambda file: file.write_bytes(LARGE_HEAD)), "at most 1048576 are read"),
+        ):
+            refused = await plane.node.post("/v1/adapters", new("a", "1", path))
+            assert (refused.status, why in refused.text) == (400, True), refused.text
+        assert list((tmp_path / "adapters").iterdir()) == [], "refused ones leave no folders"
+        linked = beside("linked", lambda file: file.symlink_to(good / file.name))
+        assert (await plane.node.post("/v1/adapters", new("a", "1", linked))).status == 201
+        monkeypatch.setattr(adapter_store, "MOST_BYTES", 100)
+        grows = beside("grows", lambda file: file.symlink_to("/proc/self/maps"))
+        refused = await plane.node.post("/v1/adapters", new("a", "2", grows))
+        assert (refused.status, "at most 100 are taken" in refused.text) == (400, True), (
+            "its size is said as 0"
+        )
+    pipe = tmp_path / "weights" / "model.safetensors"
+    shutil.copytree(TINY_MODEL, pipe.parent)
+    pipe.unlink()
+    os.mkfifo(pipe)
+    async with opened(tmp_path / "other") as plane:
+        refused = await plane.node.post("/v1/weights", {"version": "2", "source": disk(pipe.parent)})
+        assert (refused.status, "model.safetensors is no regular file" in refused.text) == (400, True)
+        again = await plane.node.post("/v1/weights", {"version": "3", "source": disk(TINY_MODEL)})
+        assert again.status == 201, again.text
+
+
+LARGE_HEAD = (2 << 20).to_bytes(8, "little") + b'{"a":[' + b"[]," * 700_000
+
+
+def bound(file: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(file))
+
+
 async def test_a_body_goes_to_the_disk_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size, and never whole in memory; a client that is refused can read why."""
     monkeypatch.setattr(server, "BUFFERED_BYTES", 1 << 16)
     monkeypatch.setattr("polarnode.api.app.BODY_BYTES", 1 << 16)
-    big = packed(write_adapter(tmp_path / "1"), filling="x" * (3 << 20))
+    big = packed(write_adapter(tmp_path / "1"), filling="x" * (900 << 10))
     async with opened(tmp_path) as plane:
         held = []
         room = server.StreamedBody.wait_room
