@@ -201,6 +201,7 @@ async def test_what_nobody_needs_is_unloaded_and_loaded_again_by_the_next_call(t
                 sessions=1,
                 loads=loads,
                 seconds=adapters.status()[0].seconds,
+                versions=("a-1",),
             )
             adapters.release("a")
             await until(lambda: not host.adapters)

@@ -111,6 +111,14 @@ async def test_the_event_says_of_each_session_whether_and_why(tmp_path: Path) ->
             " token)"
         ),
         "usable": 1,
+        "requires": {
+            "early_stop_min": None,
+            "min_usable": 1,
+            "max_staleness": 2,
+            "stale": "drop",
+            "drop_uniform_reward": False,
+            "fork": None,
+        },
     }
 
 
