@@ -159,3 +159,11 @@ def test_shell_tells_every_sdk_where_to_go() -> None:
     assert {env[name] for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")} == {KEY}
     assert {env[name] for name in ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL")} == {"local-model"}
     assert env["POLARNODE_INSTRUCTION"] == "x"
+
+
+def test_who_runs_no_cut_call() -> None:
+    """Read from their code: OpenClaw's loop runs calls at `toolUse` alone, Codex takes an incomplete response
+    for a broken stream.
+    """
+    found = {name for name, each in harnesses.HARNESSES.items() if each.calls_first}
+    assert found == {"openclaw", "codex"}

@@ -111,6 +111,14 @@ DIFFERENCES = (
         '{"x": 1, "x": 2}',
         "of two equal keys the first is dropped",
     ),
+    *(
+        argument(syntax, "text", written, written, "a value is cut at the first closing tag that is data")
+        for syntax, written in (
+            ("function_xml", "it ends with </parameter> here"),
+            ("invoke_xml", "it ends with </parameter> here"),
+            ("arg_xml", "it ends with </arg_value> here"),
+        )
+    ),
     argument(
         "invoke_xml",
         "text",
@@ -188,6 +196,22 @@ LENIENT = (
 )
 
 
+# Closing tags in JSON, which says itself where it ends.
+IN_STRINGS = (
+    (
+        "json",
+        '<tool_call>\n{"name": "look", "arguments": {"text": "echo </tool_call> test"}}\n</tool_call>',
+        "echo </tool_call> test",
+    ),
+)
+# A call in a thought that is never closed; MiniMax's is lost by SGLang.
+OPEN_THOUGHTS = ("json", "function_xml", "arg_xml", "numbered")
+
+
+def open_thought(name: str) -> str:
+    return "<think>I look.\n" + WRITERS[name]([("look", {"count": 3})])
+
+
 # ── both sides ────────────────────────────────────────────────────────────────
 
 
@@ -205,7 +229,9 @@ def sglang() -> dict[tuple[str | None, str | None, str], dict[str, Any]]:
     texts += [("glm47", None, text) for text in ONE_LINE] + [
         ("qwen3_coder", None, text) for text in LAST_NEWLINE
     ]
+    texts += [(DETECTORS[name], None, text) for name, text, _ in IN_STRINGS]
     texts += [(None, REASONERS[name], thought(name)) for name in REASONERS]
+    texts += [(None, REASONERS[name], open_thought(name)) for name in OPEN_THOUGHTS]
     tools = [[tool.name, dict(tool.parameters)] for tool in TOOLS]
     asked = [
         {"calls": calls, "thoughts": thoughts, "text": text, "tools": tools}
@@ -283,3 +309,18 @@ def test_thoughts_are_the_same(name: str) -> None:
     answer = toy.read(toy.spelled(text))
     found = sglang()[None, REASONERS[name], text]
     assert (answer.thinking, answer.text) == (found["thinking"].strip("\n"), found["text"].strip("\n"))
+
+
+@pytest.mark.parametrize(("name", "text", "value"), IN_STRINGS)
+def test_closing_tags_in_strings(name: str, text: str, value: str) -> None:
+    assert ours(name, text) == theirs(name, text) == [["look", {"text": value}]]
+
+
+@pytest.mark.parametrize("name", OPEN_THOUGHTS)
+def test_calls_in_open_thoughts(name: str) -> None:
+    toy, text = TOYS[name], open_thought(name)
+    answer = toy.read(toy.spelled(text), tools=TOOLS)
+    found = sglang()[None, REASONERS[name], text]
+    assert answer.thinking == found["thinking"].strip("\n") == "I look."
+    assert [call.name for call in answer.calls] == ["look"]
+    assert found["text"] == text.removeprefix("<think>I look.\n")
