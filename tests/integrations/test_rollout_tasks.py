@@ -20,6 +20,7 @@ from polarnode.client import ClientError, Event, Unreachable
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import Refused
 from polarnode.core.task import CarrySpec, GroupSpec
+from polarnode.core.weights import AdaptersState, WeightsStatus
 from polarnode.groups import Group, facts_of, judged
 from polarnode.integrations.rollout_tasks import (
     WHOLE_GROUPS,
@@ -203,6 +204,28 @@ def test_only_gives_no_session_that_its_task_forbids(spec: GroupSpec, why: str) 
     with pytest.raises(SessionLost, match=why):
         only(group)
     assert only(evolve(group, state="complete", members=())) == session
+
+
+def test_a_kept_group_is_judged_when_it_is_taken() -> None:
+    """As slime's groups are that ended in an earlier call: its oldest trained token is of version 7."""
+    session = evolve(one_row(), staleness=1)
+    spec = GroupSpec(max_staleness=1)
+    group = judged(spec, [facts_of(session)], task_id="t", group_id="g").holding([session])
+
+    class Served:
+        async def weights(self) -> WeightsStatus:
+            return WeightsStatus(version="9", versions=("7", "8", "9"))
+
+        async def adapters(self) -> AdaptersState:
+            return AdaptersState()
+
+    async def taken() -> Group:
+        rollouts = NodeRollouts(PluginSettings())
+        rollouts.client = Served()  # type: ignore[assignment]
+        return await rollouts.delivered(group)
+
+    assert group.usable == (session,)
+    assert anyio.run(taken).usable == ()
 
 
 def test_a_tree_is_refused_where_the_trainer_has_flat_groups() -> None:
