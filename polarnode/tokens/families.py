@@ -43,8 +43,7 @@ CallSyntax = Literal[
 ]
 
 
-# Where a call's opening tag begins a call in a thought that is never closed, as the parsers read it with
-# which the model is deployed: the guard is that the tag begins a line, and Kimi's tag is never prose.
+# which opening tag begins a call in a thought that is never closed, as parsers in use read it: Kimi's any
 CallInThought = Literal["never", "line", "anywhere"]
 
 
@@ -91,8 +90,7 @@ class Family:
     its arguments. `manner` is how its template wants messages; `known_differences` names cases of the audit
     where a turn's extension differs from a full render through a fault of the family's own template, with the
     reason; `refuses` says what its template cannot be asked. `think_label` is the text after `think_open`
-    that is not part of the thought (Gemma 4 writes "thought" and a newline). `call_in_thought` says which
-    opening tags begin a call in a thought that the model never closes.
+    that is not part of the thought (Gemma 4 writes "thought" and a newline).
     """
 
     name: str
@@ -132,18 +130,6 @@ class Family:
                 return closed if token == self.call_close else mode
             case "header":
                 return mode
-
-    @property
-    def call_end(self) -> int | None:
-        """The id that ends a call, where it is no stop id."""
-        return self.call_close if self.harmony is None else self.harmony.end
-
-    @property
-    def draft_start(self) -> int | None:
-        """The id that begins a call in a thought that is never closed; None where none does."""
-        if self.call_in_thought == "never":
-            return None
-        return self.call_open if self.section_open is None else self.section_open
 
     def _opened(self, mode: Mode, token: int) -> Mode:
         if token == self.call_open:

@@ -56,7 +56,7 @@ def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[i
     # a closing mark without a call is counted, and a call's opening tag may end a thought
     ends, starts = (
         frozenset(mark for mark in one if mark is not None)
-        for one in ((family.call_close,), (family.draft_start,))
+        for one in ((family.call_close,), (draft_start(family),))
     )
     more: dict[Mode, frozenset[int]] = {
         "text": found["text"] | ends,
@@ -66,6 +66,18 @@ def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[i
         "header": stops,
     }
     return found | more
+
+
+def call_end(family: Family) -> int | None:
+    """The id that ends a call, where it is no stop id."""
+    return family.call_close if family.harmony is None else family.harmony.end
+
+
+def draft_start(family: Family) -> int | None:
+    """The id that begins a call in a thought that is never closed; None where none does."""
+    if family.call_in_thought == "never":
+        return None
+    return family.call_open if family.section_open is None else family.section_open
 
 
 def _harmony(
@@ -308,7 +320,7 @@ class Parser:
         """Whether an id means something here, now that the text before it is known."""
         if token not in self._watched[self.mode]:
             return False
-        if self.mode != "thinking" or token != self._family.draft_start:
+        if self.mode != "thinking" or token != draft_start(self._family):
             return True
         begins = self._family.call_in_thought == "anywhere" or self._writing.at_line_start
         return begins and self._drafts and self._read_again < _READ_AGAIN
@@ -318,11 +330,11 @@ class Parser:
         self.thinking_tokens += before in _THOUGHT
         if before == "draft":
             self._close_draft(token, told)
-        elif before == "thinking" and token == family.draft_start:
+        elif before == "thinking" and token == draft_start(family):
             self._draft = _Draft(trial=self._trial(), thinking_tokens=self.thinking_tokens - 1)
             self._draft.add(ids_of([token]), told)
             self._writing.mode = "draft"
-        elif before == "call" and token == family.call_end:
+        elif before == "call" and token == call_end(family):
             self._close_call(token, logprobs, told)
         elif before == "call" and self._writing.whole_calls and token in self._openers:
             self._keep(ids_of([token]), told)
