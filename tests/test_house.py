@@ -5,18 +5,12 @@ longer needed fails.
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(path for path in (ROOT / "polarnode").rglob("*.py") if "stubs" not in path.parts)
-LONGEST_MODULE = 600  # lines: one noun a file
-LONGEST_FUNCTION = 60  # lines
-
-LONG_MODULES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
 ASYNCIO_ROOM = "engine/"
 
 
@@ -24,28 +18,10 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{name_of(path)}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
-
-
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), (
         "a module opens with what it is and the rule for whoever edits it"
-    )
-
-
-def test_modules_are_short() -> None:
-    long = {name_of(path) for path in MODULES if len(path.read_text().splitlines()) > LONGEST_MODULE}
-    assert long == set(LONG_MODULES), "split a module over 600 lines; take back an exception no longer needed"
-
-
-def test_functions_are_short() -> None:
-    long = {name for path in MODULES for name, lines in functions(path) if lines > LONGEST_FUNCTION}
-    assert long == set(LONG_FUNCTIONS), (
-        "cut a function over 60 lines; take back an exception no longer needed"
     )
 
 
