@@ -90,13 +90,14 @@ class Conversation:
     (None: the template's default).
 
     `tool_choice` is "auto", "none", "required" or a tool's name. It changes what the engine must generate,
-    never the prompt.
+    never the prompt. `prefilled`: the last message is an assistant's, and the answer goes on with its text.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     thinking: bool | None = None
+    prefilled: bool = False
 
 
 @frozen(kw_only=True)
@@ -265,6 +266,9 @@ class Answer:
     def calls(self) -> tuple[ToolCall, ...]:
         return tuple(part for part in self.parts if isinstance(part, ToolCall))
 
-    def as_message(self, *, refs: tuple[str, ...] = ()) -> Message:
-        """The message that a faithful client echoes; lineage fingerprints this, never the tokens."""
-        return Message(role="assistant", text=self.text, calls=self.calls, thinking=self.thinking, refs=refs)
+    def as_message(self, *, refs: tuple[str, ...] = (), prefill: str = "") -> Message:
+        """The message that a faithful client echoes; lineage fingerprints this, never the tokens. `prefill`
+        is the text that the client had put before the answer.
+        """
+        text = prefill + self.text
+        return Message(role="assistant", text=text, calls=self.calls, thinking=self.thinking, refs=refs)

@@ -113,6 +113,8 @@ class Turn:
     # lineage key after the returned message
     message_key: str = field(default="", metadata=FULL)
     answer: Answer | None = field(default=None, metadata=FULL)
+    # text of the request with which the prompt ends, inside of the assistant's turn that the answer goes on
+    prefill: str = field(default="", metadata=FULL)
     asked: Sampling = field(factory=Sampling, metadata=json_key("sampling.asked"))
     used: Sampling = field(factory=Sampling, metadata=json_key("sampling.used"))
     usage: Usage = field(factory=Usage)
@@ -133,6 +135,11 @@ class Turn:
     def heard(self) -> NewMessages | None:
         """The older name of `new_messages`."""
         return self.new_messages
+
+    @property
+    def message(self) -> Message | None:
+        """The assistant's message that the answer made, with the text that it went on; None without one."""
+        return None if self.answer is None else self.answer.as_message(prefill=self.prefill)
 
     @property
     def begin(self) -> int:

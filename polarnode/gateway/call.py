@@ -61,7 +61,7 @@ from polarnode.gateway.live_sessions import Attempt, LiveSession, wait_ended
 from polarnode.gateway.machine import EMPTY_ANSWER, Exchange, Terms
 from polarnode.http.asgi import Responder, wait_disconnected
 from polarnode.http.connections import Departure
-from polarnode.merge.attach import Plan
+from polarnode.merge.attach import RESUMED, Plan
 from polarnode.providers.contract import Dialect, ModelCallInfo, Reply, ServedModel
 from polarnode.support.concurrency import ThreadShare
 from polarnode.tokens.families import Family
@@ -219,24 +219,32 @@ class Model:
         history: "array[int] | None",
         *,
         threads: trio.CapacityLimiter,
+        prefill: str = "",
     ) -> PromptRendered:
         """Render a request as ids: `history`, the ids of the turn it extends (None for a root), followed by
-        the `new` messages. `threads` are the session's.
+        the `new` messages and, where the answer goes on with a last message, its text `prefill`. `threads`
+        are the session's.
 
         Raises Refused when the template rejects them, and ContextTooLong for a long text beyond the context.
         """
         template = self.template
+        if prefill:
+            conversation = evolve(conversation, messages=conversation.messages[:-1])
         if history is None:
             # includes the thinking that the client left out
             whole = evolve(conversation, messages=new)
             root = await self._rendered(
-                lambda: template.root(whole, context_length=self.context_length),
+                lambda: template.root(whole, context_length=self.context_length, prefill=prefill),
                 threads if conversation.tools or _is_long(new) else None,
             )
             return PromptRendered(prompt=root, delta=root, notes=template.notes(new))
         suffix = await self._rendered(
             lambda: template.suffix(
-                new, conversation=conversation, sampled=history, context_length=self.context_length
+                new,
+                conversation=conversation,
+                sampled=history,
+                context_length=self.context_length,
+                prefill=prefill,
             ),
             threads if _is_long(new) else None,
         )
@@ -487,6 +495,8 @@ class ModelCall:
                 plan.new,
                 history,
                 threads=session.threads,
+                # what goes on after a cut has it in its history
+                prefill="" if plan.reason == RESUMED else plan.prefill,
             )
             session.hold_prompt(self._scope, len(rendered.prompt), context_length=self.model.context_length)
         except (Refused, Busy) as error:

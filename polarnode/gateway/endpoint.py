@@ -370,8 +370,10 @@ class ModelPlane:
             return dialect.error(SESSION_OVER)
         try:
             read, _ = await self._read(request, session)
-            history, new = session.lineages.look(read.conversation, hints=read.hints)
-            rendered = await self.model.prompt(read.conversation, new, history, threads=session.threads)
+            history, new, prefill = session.lineages.look(read.conversation, hints=read.hints)
+            rendered = await self.model.prompt(
+                read.conversation, new, history, threads=session.threads, prefill=prefill
+            )
             body = dialect.count(len(rendered.prompt))
         except Refused as error:
             return dialect.error(Fault.of(error))

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, Conversation, Message, ModelRequest, TextPart, ThinkingPart
 from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway.recorded_request import Recorded, sentence
-from polarnode.merge.attach import Plan
+from polarnode.merge.attach import RESUMED, Plan
 from polarnode.merge.figures import new_messages_of
 from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
 from polarnode.merge.lineage import Lineages
@@ -235,12 +235,18 @@ class Speaker:
 
     def prompt(self, plan: Plan, conversation: Conversation, parent: Turn | None) -> "tuple[array[int], int]":
         """The ids that a plan adds to its parent's, and how many of them close the parent's sample."""
+        prefill = "" if plan.reason == RESUMED else plan.prefill
+        if prefill:
+            conversation = evolve(conversation, messages=conversation.messages[:-1])
         if parent is not None:
-            suffix = self.template.suffix(plan.new, conversation=conversation, sampled=parent.sampled)
+            suffix = self.template.suffix(
+                plan.new, conversation=conversation, sampled=parent.sampled, prefill=prefill
+            )
             return suffix.ids, suffix.close_length
-        if plan.before_key not in self._roots:
-            self._roots[plan.before_key] = self.template.root(conversation)
-        return self._roots[plan.before_key], 0
+        key = f"{plan.before_key} {prefill}"
+        if key not in self._roots:
+            self._roots[key] = self.template.root(conversation, prefill=prefill)
+        return self._roots[key], 0
 
     def sample(self, answer: Answer, conversation: Conversation) -> "array[int]":
         """An answer as the template renders it, including its turn end."""

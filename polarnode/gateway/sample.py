@@ -240,6 +240,7 @@ def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: Tur
         before_key=plan.before_key,
         message_key=plan.after(shown) if shown is not None and state != "failed" else "",
         answer=shown,
+        prefill=plan.prefill,
         asked=request.sampling,
         used=sample.used,
         usage=sample.usage(),

@@ -170,8 +170,9 @@ class Plan:
 
     With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample is missing one, and
     the suffix of `new`. With a parent and no new messages, generation continues exactly where the parent's
-    sample ended. Without a parent `new` is every message: a full render. `matched` of `total` messages are in
-    the parent's path. `request_key`, `before_key`, `lineage`, `kind` and `role` are copied to the turn.
+    sample ended. Without a parent `new` is every message: a full render. `prefill` is the text of a last
+    message with which the prompt ends. `matched` of `total` messages are in the parent's path. `request_key`,
+    `before_key`, `lineage`, `kind` and `role` are copied to the turn.
     """
 
     index: int
@@ -186,10 +187,13 @@ class Plan:
     matched: int
     total: int
     notes: tuple[str, ...]
+    prefill: str = ""
 
     def after(self, answer: Answer) -> str:
-        """The turn's `message_key`: the path with this answer, as returned to the client."""
-        return advance(Path.read(self.before_key).key, answer.as_message())
+        """The turn's `message_key`: the path with this answer, as returned to the client, which shows it as
+        one message with the text that it went on.
+        """
+        return advance(Path.read(self.before_key).key, answer.as_message(prefill=self.prefill))
 
 
 def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
@@ -207,7 +211,7 @@ def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
 
 def resumed(turn: Turn, *, index: int, total: int) -> Plan:
     """The plan that continues a turn's cut sample."""
-    kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key")}
+    kept = {name: getattr(turn, name) for name in ("lineage", "role", "before_key", "request_key", "prefill")}
     note = (
         f"{RESUMED}: turn {turn.index}'s client left before its answer and repeated the request; its"
         f" {len(turn.sampled)} tokens go on"
@@ -417,12 +421,9 @@ class _Pass:
         proven = self.references.find_refs(opaques(message)) if candidates else frozenset()
         for index in candidates:
             turn = self.ledger.turns[index]
-            if (
-                index in proven
-                and turn.answer is not None
-                and excusable(self.references, turn.answer, message)
-            ):
-                self.edits.append(_edit(position, index, turn.answer.as_message(), message))
+            if index in proven and excusable(self.references, turn, message):
+                ours = turn.message or Message(role="assistant")
+                self.edits.append(_edit(position, index, ours, message))
                 return turn.message_key
         return None
 
@@ -506,16 +507,19 @@ def opaques(message: Message) -> Iterator[str]:
         yield message.call_id
 
 
-def excusable(references: References, answer: Answer, echoed: Message) -> bool:
+def excusable(references: References, turn: Turn, echoed: Message) -> bool:
     """Whether an echoed message is a changed answer of ours: same call ids in the same order, text equal or
     dropped, with or without the stop string at which it ended.
     """
-    recorded, shown = _located(references, answer.as_message()), _located(references, echoed)
+    answer, ours = turn.answer, turn.message
+    if answer is None or ours is None:
+        return False
+    recorded, shown = _located(references, ours), _located(references, echoed)
     texts = (echoed.text, without_end(echoed.text, answer.stop_string or ""))
     return (
         None not in recorded
         and recorded == shown
-        and any(text is not None and (not text.strip() or same_text(answer.text, text)) for text in texts)
+        and any(text is not None and (not text.strip() or same_text(ours.text, text)) for text in texts)
     )
 
 
@@ -564,8 +568,7 @@ def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
         return [
             f"{figures.FOREIGN}: message {position} is an assistant message this session did not sample there"
         ]
-    answer = walk.ledger.turns[max(candidates)].answer
-    ours = answer.as_message() if answer is not None else Message(role="assistant")
+    ours = walk.ledger.turns[max(candidates)].message or Message(role="assistant")
     difference = _difference(ours, conversation.messages[position])
     latest = max(candidates)
     return [f"{figures.REWRITTEN}: message {position} differs from turn {latest}'s answer in {difference}"]

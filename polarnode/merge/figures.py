@@ -35,6 +35,7 @@ CLOSED: Final = "closed"  # the parent's sample had no turn end and was closed
 SIDE_CALL: Final = "side call"  # the request carries the sign of a harness's side call
 THINKING: Final = "thinking"  # which thinking the model was shown, under the thinking policy `template`
 REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
+PREFILLED: Final = "prefilled"  # the answer goes on with the request's last message, an assistant's
 REFUSED: Final = "refused"  # the engine refused what the request asked for
 WORDS: Final = (
     EDITED,
@@ -48,6 +49,7 @@ WORDS: Final = (
     CLOSED,
     SIDE_CALL,
     THINKING,
+    PREFILLED,
     REFUSED,
 )
 
@@ -230,9 +232,9 @@ def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
 
 def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
     """Append a turn's answer to its messages, or put it in the place of the cut answer that it continues."""
-    if turn.answer is None:
+    message = turn.message
+    if message is None:
         return
-    message = turn.answer.as_message()
     goes_on = (
         before is not None
         and before.answer is not None

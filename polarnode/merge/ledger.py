@@ -96,8 +96,8 @@ class Ledger:
             self._after.setdefault(key, []).append(turn.index)
         path = Path.read(turn.before_key)
         self._before.setdefault(path.key, []).append(turn.index)
-        if path.bare != NONE and turn.answer is not None:
-            self._bare[advance(path.bare, turn.answer.as_message())] = turn.index
+        if path.bare != NONE and turn.message is not None:
+            self._bare[advance(path.bare, turn.message)] = turn.index
         if _stop_of(turn):
             for place in {path.key, path.bare, self._first_before(turn)}:
                 self._stops.setdefault(place, []).append(_stop_of(turn))
@@ -204,7 +204,7 @@ class Ledger:
 
 
 def _answer_message(turn: Turn, *, stop: bool = False) -> Message:
-    message = Message(role="assistant") if turn.answer is None else turn.answer.as_message()
+    message = turn.message or Message(role="assistant")
     return evolve(message, text=message.text + _stop_of(turn)) if stop else message
 
 

@@ -20,7 +20,7 @@ from attrs import define, evolve, frozen
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message
-from polarnode.core.errors import InvariantViolated
+from polarnode.core.errors import InvariantViolated, Refused
 from polarnode.core.trajectory import Turn
 from polarnode.merge import figures
 from polarnode.merge.attach import (
@@ -108,9 +108,7 @@ class ThinkingPolicy:
 
     def _is_answer(self, index: int, message: Message) -> bool:
         turn = self.ledger.turns.get(index)
-        return (
-            turn is not None and turn.answer is not None and excusable(self.references, turn.answer, message)
-        )
+        return turn is not None and excusable(self.references, turn, message)
 
 
 # ── lineages ──────────────────────────────────────────────────────────────────────────────────────
@@ -167,12 +165,41 @@ class Lineages:
         """Reserve a turn and decide what it extends. Every plan is ended by `commit` or `abandon`.
         O(bytes of the request).
         """
+        conversation, prefill = self._opened(conversation, hints)
         found, new = self._attached(conversation, hints)
         roles = self._classify(found, conversation, hints)
         named = self._graph.name(found, conversation, request_key, self._paths)
         plan = _plan(self._graph.next_index, found, roles, named, new, request_key)
+        if prefill:
+            note = f"{figures.PREFILLED}: the answer goes on with the last message, an assistant's"
+            plan = evolve(plan, prefill=prefill, notes=(*plan.notes, note))
         self._paths.note(found.path, roles.role)
         return self._planned(plan)
+
+    def _opened(self, conversation: Conversation, hints: Mapping[str, str]) -> tuple[Conversation, str]:
+        """The conversation before the text of a last message with which the answer goes on, and that text.
+        An answer of this session that was cut goes on by its own ids, and needs no text.
+        """
+        if not conversation.prefilled:
+            return conversation, ""
+        found, new = self._attached(conversation, hints)
+        if found.parent is not None and not new:
+            parent = self._ledger.turns[found.parent]
+            if parent.state == "partial" or parent.finish_reason == "length":
+                return conversation, ""
+        *before, last = conversation.messages
+        why = (
+            "calls a tool that has no result: send the result"
+            if last.calls
+            else "has a thought, which cannot be gone on with: end with a user's message"
+            if last.thinking
+            else "is to be gone on with while thinking is on: turn it off, or end with a user's message"
+            if conversation.thinking and last.text
+            else None
+        )
+        if why is not None:
+            raise Refused(f"the last message is the assistant's and {why}", path="$.messages[-1]")
+        return evolve(conversation, messages=tuple(before), prefilled=False), last.text
 
     def _attached(
         self, conversation: Conversation, hints: Mapping[str, str]
@@ -231,12 +258,13 @@ class Lineages:
 
     def look(
         self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS
-    ) -> "tuple[array[int] | None, tuple[Message, ...]]":
-        """Preview of a request without a plan: the ids of the turn it would extend (None for a root), and the
-        messages after it.
+    ) -> "tuple[array[int] | None, tuple[Message, ...], str]":
+        """Preview of a request without a plan: the ids of the turn it would extend (None for a root), the
+        messages after it, and the text with which the prompt ends.
         """
+        conversation, prefill = self._opened(conversation, hints)
         found, new = self._attached(conversation, hints)
-        return None if found.parent is None else self._ledger.written(found.parent), new
+        return None if found.parent is None else self._ledger.written(found.parent), new, prefill
 
     def history(self, plan: Plan) -> "array[int]":
         """The exact ids of the parent, prompt and sample: a fresh int32 array, empty for a root. O(ids)

@@ -22,7 +22,7 @@ from attrs import Factory, evolve, field, frozen
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message
-from polarnode.core.errors import ContextTooLong, ModelError, boundary
+from polarnode.core.errors import ContextTooLong, ModelError, Refused, boundary
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.audit import Limits, audit, drops_thinking
 from polarnode.tokens.families import Family, HarmonyMarks, Mode, family_of
@@ -180,9 +180,11 @@ class Template:
         """The ids that end a generation, the turn end first."""
         return self.family.stop_ids
 
-    def root(self, conversation: Conversation, *, context_length: int | None = None) -> "array[int]":
-        """The ids of the whole conversation, up to the opening of the next turn: int32. Refused where
-        the template cannot show it.
+    def root(
+        self, conversation: Conversation, *, context_length: int | None = None, prefill: str = ""
+    ) -> "array[int]":
+        """The ids of the whole conversation, up to the opening of the next turn and the text `prefill` in it:
+        int32. Refused where the template cannot show it.
 
         ContextTooLong for a long text as soon as more than `context_length` tokens are found; its number is
         then an estimate.
@@ -190,9 +192,10 @@ class Template:
         messages = self.limits.settled(conversation.messages)
         self.limits.check(messages, conversation.tools)
         room = None if context_length is None else TokenRoom(context_length=context_length)
-        return self._encoded(
+        prompt = self._encoded(
             self._renderer.whole(evolve(conversation, messages=messages)), again=True, room=room
         )
+        return self._with_prefill(prompt, conversation.thinking, prefill) if prefill else prompt
 
     def suffix(
         self,
@@ -201,6 +204,7 @@ class Template:
         conversation: Conversation,
         sampled: "array[int]",
         context_length: int | None = None,
+        prefill: str = "",
     ) -> Suffix:
         """The ids that follow a sampled turn, so that the model answers `new` messages.
 
@@ -209,10 +213,10 @@ class Template:
         sample without turn end is closed first: an open thought, then the turn. A cut call stays open,
         because a made-up end would make it look complete. With nothing new a cut sample continues
         exactly where it ended (no ids), and an ended one is followed by the next turn's opening. A
-        boundary that the sample ends with is not written twice. `context_length` is for all ids, as in
-        `root`; `sampled` must then be all ids so far.
+        boundary that the sample ends with is not written twice. `prefill` is as in `root`.
+        `context_length` is for all ids, as in `root`; `sampled` must then be all ids so far.
         """
-        if not new and not (sampled and sampled[-1] in self.stop_ids):
+        if not new and not prefill and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
         messages = self.limits.settled(new, follows=True)
         self.limits.check(messages, follows=True)
@@ -230,7 +234,10 @@ class Template:
             *differences(sampled, opening, rendered.ended, self.tokenizer, self.family),
             *self.notes(new, follows=True),
         )
-        return Suffix(ids=close + joined(sampled, opening, self.family), close_length=len(close), notes=notes)
+        written = close + joined(sampled, opening, self.family)
+        if prefill:
+            written = self._with_prefill(written, conversation.thinking, prefill)
+        return Suffix(ids=written, close_length=len(close), notes=notes)
 
     def notes(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[str, ...]:
         """Notes for the turn on messages that the model sees in another form than they were sent."""
@@ -255,6 +262,33 @@ class Template:
         """
         return audit(self._renderer, self.limits)
 
+    def _with_prefill(self, prompt: "array[int]", thinking: bool | None, prefill: str) -> "array[int]":
+        """A prompt whose last turn is opened for visible text, and this text in it. The template's opening
+        without thinking takes the place of the one that was asked for.
+        """
+        asked, plain = (self._opening(wanted) for wanted in (thinking, False))
+        shared = next(
+            (place for place, (one, other) in enumerate(zip(asked, plain, strict=False)) if one != other),
+            min(len(asked), len(plain)),
+        )
+        rest = len(asked) - shared
+        opened = prompt[: len(prompt) - rest] + plain[shared:]
+        if (harmony := self.family.harmony) is not None:
+            final = self.tokenizer.encode_plain("final")
+            opened += ids((harmony.channel, *final, harmony.message))
+        known = prompt[len(prompt) - rest :] == asked[shared:]
+        if not known or mode_at_end(opened, self.tokenizer, self.family) != "text":
+            raise Refused(
+                "this model's chat template begins each answer with a thought, so the last message cannot be"
+                " the assistant's: end with a user's message",
+                path="$.messages[-1]",
+            )
+        return opened + ids(self.tokenizer.encode_plain(prefill))
+
+    def _opening(self, thinking: bool | None) -> "array[int]":
+        """What follows an assistant's turn when nothing new is said: the opening of the next one."""
+        return self._encoded(self._renderer.following((), answered=AnsweredTurn(), thinking=thinking))
+
     def _answered(
         self, new: Sequence[Message], conversation: Conversation, sampled: "array[int]"
     ) -> AnsweredTurn:
@@ -274,10 +308,7 @@ class Template:
         self, sampled: "array[int]", conversation: Conversation, opening: "array[int]"
     ) -> "array[int]":
         """The ids that end a cut sample."""
-        opening_again = self._encoded(
-            self._renderer.following((), answered=AnsweredTurn(), thinking=conversation.thinking)
-        )
-        started = mode_at_end(opening_again, self.tokenizer, self.family)
+        started = mode_at_end(self._opening(conversation.thinking), self.tokenizer, self.family)
         return Closing(self.family).of(mode_at_end(sampled, self.tokenizer, self.family, started), opening)
 
     def _encoded(

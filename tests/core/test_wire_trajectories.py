@@ -441,7 +441,7 @@ def test_a_session_goes_on_from_turns_that_were_read_back(way: str) -> None:
 def test_no_field_of_a_turn_is_forgotten() -> None:
     """A new field of `Turn` must be in this turn, and then it must come back in both ways."""
     full = attrs.evolve(
-        turn(1, 0, [1, 2], [3], version="v3"), role="subagent", state="partial", close_length=1, finish_reason="length", refused=True, request_key="r",
+        turn(1, 0, [1, 2], [3], version="v3"), role="subagent", state="partial", close_length=1, finish_reason="length", refused=True, prefill="1, ", request_key="r",
         before_key="b", message_key="m", answer=Answer(parts=(TextPart("x"),), finish_reason="length"), asked=Sampling(top_k=3),
         matched=1, messages=2, used=Sampling(top_k=4), usage=Usage(prompt_tokens=5), started=1.5, first_token_s=0.5, ended_s=2.5, notes=("n",), reason="why",
         top=TopLogprobs(k=2, ids=ids([3, 4]), logprobs=floats([-0.5, -2])),

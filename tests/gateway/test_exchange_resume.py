@@ -230,10 +230,10 @@ def test_looking_reserves_nothing() -> None:
         messages=(*HI.messages, Message(role="assistant", text="yes"), Message(role="user", text="go on"))
     )
     for _ in range(2):
-        history, new = scene.lineages.look(more)
+        history, new, _ = scene.lineages.look(more)
         assert history is not None
         assert (bytes(list(history)[:-1]), [message.text for message in new]) == (b"hiyes", ["go on"])
-    assert scene.lineages.look(evolve(HI, thinking=True)) == (None, HI.messages)
+    assert scene.lineages.look(evolve(HI, thinking=True)) == (None, HI.messages, "")
     assert scene.lineages.plan(more).index == 1
 
 

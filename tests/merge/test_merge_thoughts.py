@@ -304,7 +304,7 @@ def test_a_look_renders_what_a_plan_would() -> None:
     talk.add(user("one"))
     talk.say("thought", "One.")
     talk.add(user("two"))
-    history, new = talk.lineages.look(ask(*talk.echo))
+    history, new, _ = talk.lineages.look(ask(*talk.echo))
     assert history is None
     assert new == talk.lineages.plan(ask(*talk.echo)).new
     assert [message.thinking for message in new] == ["", "thought", ""]

@@ -332,6 +332,7 @@ def read(
         tools=listed.tools,
         tool_choice=_tool_choice(request, listed),
         thinking=_thinking(request.thinking),
+        prefilled=bool(kept) and kept[-1].role == "assistant",
     )
     return ModelRequest(
         provider="anthropic",

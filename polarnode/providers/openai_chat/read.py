@@ -194,8 +194,18 @@ def read(
     listed = parts.convert_list(request.tools or (), read_tools)
     messages, volatile = without_volatile(tuple(parts.convert(request.messages, _message)))
     choice = read_choice(request.tool_choice, listed.tools)
+    prefilled = bool(request.continue_final_message)
+    if prefilled and (not messages or messages[-1].role != "assistant"):
+        raise Refused(
+            "continue_final_message needs a last message of the assistant: send one, or leave it out",
+            path="$.continue_final_message",
+        )
     conversation = Conversation(
-        messages=messages, tools=listed.tools, tool_choice=choice, thinking=thinking(request)
+        messages=messages,
+        tools=listed.tools,
+        tool_choice=choice,
+        thinking=thinking(request),
+        prefilled=prefilled,
     )
     return ModelRequest(
         provider="openai_chat",

@@ -177,7 +177,8 @@ class ChatRequest:
     """The body. Every field but `model` and `messages` may be absent or null. Penalties and ranges are
     OpenAI's; `top_k` and the like are SGLang's.
 
-    Constraints are accepted in the formats of OpenAI, SGLang and vLLM, old and new.
+    `continue_final_message` is that of SGLang and vLLM. Constraints are accepted in their formats and in
+    OpenAI's, old and new.
     """
 
     model: str
@@ -217,5 +218,6 @@ class ChatRequest:
     thinking: ThinkingSwitchShape | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None
+    continue_final_message: bool | None = None
     functions: Json = field(default=None, validator=unserved(_OLD_CALLS))
     function_call: Any = field(default=None, validator=unserved(_OLD_CALLS))
