@@ -133,7 +133,7 @@ ATTACHING = rules(
     ),
     (
         "a reference excuses other words",
-        "any(text is not None and (not text.strip() or same_text(answer.text, text)) for text in texts)",
+        "any(text is not None and (not text.strip() or same_text(ours.text, text)) for text in texts)",
         "bool(recorded)",
         (P10_TEXT,),
     ),
@@ -151,8 +151,8 @@ ATTACHING = rules(
     ),
     (
         "a change is excused without proof",
-        "index in proven\n                and turn.answer",
-        "turn.answer",
+        "if index in proven and excusable(",
+        "if excusable(",
         ("tests/merge/test_merge_attach.py",),
     ),
     (
@@ -306,7 +306,7 @@ PROMPTS = (
         ),
         (
             "an answer that comes back last is closed",
-            "if not new and not (sampled and sampled[-1] in self.stop_ids):",
+            "if not new and not prefill and not (sampled and sampled[-1] in self.stop_ids):",
             "if sampled is None:",
             (P10_ON,),
         ),
@@ -747,8 +747,8 @@ PARTS = (
         ),
         (
             "thoughts are given to who claims to be ours",
-            "turn.answer is not None and excusable(self.references, turn.answer, message)",
-            "turn.answer is not None",
+            "        return turn is not None and excusable(self.references, turn, message)\n",
+            "        return turn is not None\n",
             (THOUGHTS,),
         ),
         (
@@ -950,7 +950,7 @@ REPEATED = rules(
     ),
     (
         "a foreign history is this session's",
-        "if most is None or self.counters.turns - self.counters.failed < most:",
+        "if most is None or self.counters.charged < most:",
         "if most is None:",
         (LOOPS,),
     ),
