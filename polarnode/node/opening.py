@@ -176,8 +176,7 @@ async def open_node(
     still live at the end are cancelled. `images`: those that are being built already.
     """
     lift_descriptor_limit()
-    state = _private_state(config)
-    formats = callback_formats(node=config.node_id)
+    state, formats = _private_state(config), callback_formats(node=config.node_id)
     async with (
         open_judges(config.judges, os.environ) as judges,
         _open_journal(config, formats) as journal,
@@ -194,9 +193,8 @@ async def open_node(
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
             adapters = await _restored(config, weights, report)
             images = images or Images(settings=runtimes.settings, log=state / "images.log", report=report)
-            served = _served(engines, model)
+            served, copies = _served(engines, model), _snapshot_copies(config, journal)
             plane = _plane(config, served)
-            copies = _snapshot_copies(config, journal)
             async with (
                 _open_sessions(
                     config, journal, engines, runtimes, images, judges, model, plane, scoring, copies
