@@ -32,7 +32,7 @@ from polarnode.tokens.output_parser import Flow, TokenLogprobs, Writing
 _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between", "draft")
 # how often an answer's ids are read again because a closing mark was taken for data and was none: each time
 # costs what follows it, and an answer with more such marks is noise
-_READ_AGAIN: Final = 16
+_READ_AGAIN: Final = 8
 _THOUGHT: Final[tuple[Mode, ...]] = ("thinking", "draft")
 
 
@@ -395,12 +395,12 @@ class Parser:
     def _settle(self) -> None:
         """End the call at the closing mark that ended it, and read what followed it."""
         kept, self._kept = self._kept or _Kept(), None
+        self._read_again += not self._writing.whole_calls  # behind a whole call nothing is read thrice
         start = self._writing.settle()
         self._again(kept, start)
 
     def _again(self, kept: _Kept, start: int = 0) -> None:
         """Read kept ids again. The end of the turn is after them."""
-        self._read_again += 1
         ended, self._ended = self._ended, False
         self._read_told(kept.ids[start:], kept.told[start:])
         self._ended = self._ended or ended
@@ -464,6 +464,7 @@ class Parser:
     def _end_draft(self, draft: _Draft, *, clean: bool) -> None:
         """The sample ended with the thought open, or with its closing mark inside a call."""
         self._draft = None
+        self._read_again += 1
         read = draft.trial.finish("stop" if clean else "length").answer
         is_call = bool(read.calls) and not read.malformed_calls if draft.closed else bool(read.calls) or clean
         if is_call:

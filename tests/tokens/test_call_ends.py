@@ -115,6 +115,12 @@ def test_text_after_a_call() -> None:
     assert read("function_xml", f"{xml('a')}\nand\n{xml('b')}{END}")[:2] == (["a", "b"], "and")
 
 
+def test_many_calls_of_one_answer() -> None:
+    """Closing tags are data in the last call as in the first."""
+    values = [f"{place} </parameter> and </tool_call> so" for place in range(30)]
+    assert read("function_xml", "\n".join(map(xml, values)) + END) == (values, "", "", [])
+
+
 def test_call_is_counted_before_it_is_sent() -> None:
     """A request for a single call ends at its closing tag, although a later one may win."""
     toy = TOYS["function_xml"]
