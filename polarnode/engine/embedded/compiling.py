@@ -179,8 +179,9 @@ class ForkedCompiler:
                 raise TooCostly
             if spent > LATER_S and not nice:
                 nice = True
-                with suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, _pid_of(fork), 19)
+                with suppress(OSError):  # each thread has a priority of its own
+                    for thread in os.listdir(f"/proc/{_pid_of(fork)}/task"):
+                        os.setpriority(os.PRIO_PROCESS, int(thread), 19)
 
     def _job(self) -> socket.socket:
         """A socket to a new fork. The program is started again where it ended."""
