@@ -40,6 +40,11 @@ _ESCAPES = re.compile(
 )
 
 
+# a data URL's head, with its media type, and what follows it
+_DATA_URL = re.compile(r"data:([a-z]+/[a-zA-Z0-9.+-]+)(?:;[a-z]+=[^;,\s]+)*;base64,")
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}\s*")
+
+
 def read_body(body: bytes, shape: type[T], parts: ReadParts | None = None) -> tuple[T, tuple[str, ...]]:
     """The body as a `shape`, and the paths of its top-level fields that the shape does not have. `parts` are
     those that its session sent before. Raises Refused with a path.
@@ -207,6 +212,14 @@ def unseen(kind: str) -> str:
     of a tool's output.
     """
     return f"[{kind}: not shown, because this model reads text only]"
+
+
+def as_unseen(text: str) -> str:
+    """A tool's result whose whole text is a data URL, described as such a part is; any other unchanged. Its
+    base64 would be a token for each two characters.
+    """
+    found = _DATA_URL.match(text)
+    return text if found is None or not _BASE64.fullmatch(text, found.end()) else unseen(found[1])
 
 
 def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

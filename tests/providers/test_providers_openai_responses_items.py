@@ -469,7 +469,6 @@ def test_14_13_items_of_other_servers_are_kept_out_and_named() -> None:
     kinds = [
         "web_search_call",
         "file_search_call",
-        "computer_call_output",
         "mcp_list_tools",
         "image_generation_call",
         "item_reference",

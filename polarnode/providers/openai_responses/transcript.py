@@ -42,7 +42,7 @@ from polarnode.providers.openai_responses.shapes import (
     SearchOutputItem,
 )
 from polarnode.providers.openai_responses.tools import Toolbox, describe_tools, full_name, shaped
-from polarnode.providers.shapes import compact, not_text, paragraphs, unseen
+from polarnode.providers.shapes import as_unseen, compact, not_text, paragraphs, unseen
 
 # ── items as messages ───────────────────────────────────────────────────────────────────────────────
 
@@ -277,10 +277,17 @@ class Transcript:
         self.later += box.tools
         return box.tools
 
+    def computer(self, item: Object, path: str) -> None:
+        """Refuse what was done on a screen: without it the agent would go on blindly."""
+        raise Refused(
+            f"this model sees no screen, so a {item.get('type')} cannot be shown: leave out that tool",
+            path=path,
+        )
+
     def _result(self, output: Json, path: str) -> str:
         """A call's result, in every format: text, parts, a shell's streams, or any other JSON verbatim."""
         if isinstance(output, str):
-            return output
+            return as_unseen(output)
         if isinstance(output, list) and any(
             isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output
         ):
@@ -340,6 +347,8 @@ _READERS: Final[dict[str, Callable[[Transcript, Object, str], None]]] = {
     "shell_call": Transcript.action_call,
     "apply_patch_call": Transcript.action_call,
     "tool_search_call": Transcript.search_call,
+    "computer_call": Transcript.computer,
+    "computer_call_output": Transcript.computer,
     "function_call_output": Transcript.output,
     "custom_tool_call_output": Transcript.output,
     "local_shell_call_output": Transcript.output,
