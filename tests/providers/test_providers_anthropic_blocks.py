@@ -11,6 +11,7 @@ from polarnode.core.conversation import Message, Tool
 from polarnode.core.errors import Refused
 from polarnode.providers.anthropic.read import describe_tool, read, result_text, textual
 from polarnode.providers.anthropic.shapes import DocumentBlock, ResultContent, TextualBlock
+from polarnode.providers.shapes import unseen
 
 
 def block(value: dict[str, Any]) -> TextualBlock:
@@ -84,6 +85,10 @@ def test_a_block_that_is_text(value: dict[str, Any], text: str) -> None:
 def test_what_the_model_can_not_see_is_refused_with_its_path(
     content: dict[str, Any], path: str, sentence: str, inside: bool
 ) -> None:
+    """A document that a tool's result has as a whole is described there."""
+    if inside and path == ".source.type":
+        assert result_text(structure([content], ResultContent), {}) == unseen("document")  # type: ignore[arg-type]
+        return
     blocks = [{"type": "tool_result", "tool_use_id": "t", "content": [content]}] if inside else [content]
     with pytest.raises(Refused, match=sentence) as caught:
         read(

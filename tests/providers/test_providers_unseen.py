@@ -32,6 +32,39 @@ def test_data_url_result_is_described() -> None:
     assert said.messages[-1].text == "[image/png: not shown, because this model reads text only]"
 
 
+PDF = {
+    "type": "document",
+    "title": "t",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [(PDF, "t\n[document: not shown"), ({"type": "browser_state", "url": "x"}, "[browser_state: not shown")],
+)
+def test_messages_result_is_described(part: dict[str, Any], shown: str) -> None:
+    found = route("POST", "/v1/messages", {})
+    assert found is not None
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [part]}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+    said = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+    ]
+    body = json.dumps({"model": "m", "max_tokens": 9, "messages": said}).encode()
+    assert found.dialect.read(body, Envelope()).conversation.messages[-1].text.startswith(shown)
+
+
+def test_chat_data_url_is_described() -> None:
+    found = route("POST", "/v1/chat/completions", {})
+    assert found is not None
+    said = [{"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "c", "content": URL}]
+    read_one = found.dialect.read(json.dumps({"model": "m", "messages": said}).encode(), Envelope())
+    assert read_one.conversation.messages[-1].text.startswith("[image/png: not shown")
+
+
 @pytest.mark.parametrize("text", ["", "data:", "see " + URL, URL + " above", "data:image/png;base64,a b"])
 def test_text_about_data_stays(text: str) -> None:
     assert as_unseen(text) == text

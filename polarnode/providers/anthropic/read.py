@@ -40,6 +40,8 @@ from polarnode.providers.anthropic.shapes import (
     OtherSource,
     RedactedThinkingBlock,
     ResultContent,
+    ResultDocument,
+    ResultPart,
     SearchResultBlock,
     ServerBlock,
     SystemContent,
@@ -54,12 +56,13 @@ from polarnode.providers.anthropic.shapes import (
     ToolShape,
     ToolUseBlock,
     UnseenBlock,
+    UnseenSource,
     UserBlock,
     UserMessage,
 )
 from polarnode.providers.anthropic.write import inward
 from polarnode.providers.read_parts import ReadParts
-from polarnode.providers.shapes import compact, not_text, paragraphs, read_body, unseen
+from polarnode.providers.shapes import as_unseen, compact, not_text, paragraphs, read_body, unseen
 from polarnode.providers.volatile import without_lines, without_volatile
 
 # ── blocks ────────────────────────────────────────────────────────────
@@ -97,12 +100,18 @@ def textual(block: TextualBlock) -> str:
 def result_text(content: ResultContent, later: Mapping[str, str]) -> str:
     """A tool's result as text."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return as_unseen(content or "")
     return paragraphs(_result_part(part, later) for part in content)
 
 
-def _result_part(part: TextualBlock | ToolReferenceBlock | UnseenBlock, later: Mapping[str, str]) -> str:
+def _result_part(part: ResultPart, later: Mapping[str, str]) -> str:
     match part:
+        case ResultDocument(source=source, title=title, context=context):
+            if isinstance(source, UnseenSource):
+                return paragraphs((title or "", context or "", unseen("document")))
+            return textual(DocumentBlock("document", source, title, context))
+        case TextBlock(text=text):
+            return as_unseen(text)
         case ToolReferenceBlock(tool_name=name):
             return paragraphs((f"Tool loaded: {name}", later.get(name, "")))
         case UnseenBlock(type=kind):

@@ -122,13 +122,31 @@ class ToolReferenceBlock:
 
 @frozen
 class UnseenBlock:
-    """An image inside a tool result, where it is described."""
+    """What is no text inside a tool result, where it is described."""
 
-    type: Literal["image", "container_upload"]
+    type: Literal["image", "container_upload", "browser_state"]
+
+
+@frozen
+class UnseenSource:
+    """The source of such a document: a PDF, or what would have to be fetched."""
+
+    type: Literal["base64", "url", "file"]
+
+
+@frozen
+class ResultDocument:
+    """A document inside a tool result."""
+
+    type: Literal["document"]
+    source: TextSource | ContentSource | UnseenSource
+    title: str | None = None
+    context: str | None = None
 
 
 TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
-ResultContent = str | tuple[TextualBlock | ToolReferenceBlock | UnseenBlock, ...] | None
+ResultPart = TextBlock | ResultDocument | SearchResultBlock | ToolReferenceBlock | UnseenBlock
+ResultContent = str | tuple[ResultPart, ...] | None
 
 
 @frozen

@@ -36,7 +36,7 @@ from polarnode.providers.openai_chat.shapes import (
 from polarnode.providers.openai_chat.tools import read_call, read_choice, read_tools
 from polarnode.providers.openai_chat.write import DETAILS, detail_refs, wants_details
 from polarnode.providers.read_parts import ReadParts
-from polarnode.providers.shapes import as_tuple, compact, not_text, paragraphs, read_body, unseen
+from polarnode.providers.shapes import as_tuple, as_unseen, compact, not_text, paragraphs, read_body, unseen
 from polarnode.providers.volatile import without_volatile
 
 # ── constraints ────────────────────────────────────────────────────────────
@@ -235,7 +235,8 @@ def _message(shape: MessageShape) -> Message:
         case UserMessage():
             return Message(role="user", text=paragraphs(_texts(shape.content)))
         case ToolMessage():
-            return Message(role="tool", text=paragraphs(_texts(shape.content)), call_id=shape.tool_call_id)
+            text = paragraphs(map(as_unseen, _texts(shape.content)))
+            return Message(role="tool", text=text, call_id=shape.tool_call_id)
         case AssistantMessage():
             return _assistant(shape)
         case _:
