@@ -191,8 +191,9 @@ async def test_without_its_marker_a_session_keeps_every_word(autojump_clock: tri
 
 async def test_a_harness_that_never_asks_again_is_no_fork(autojump_clock: trio.testing.MockClock) -> None:
     found = await forked(CHAT)
-    # a title for the marker: a call beside the conversation, which has no other user
-    beside = [{"role": "system", "content": "Write a title."}, user(CHAT, RESUME_MARKER)]
+    # OpenCode asks for a title of the marker: a call beside the conversation, which has no other user
+    title = "You are a title generator. You output ONLY a thread title."
+    beside = [{"role": "system", "content": title}, user(CHAT, RESUME_MARKER)]
     answer = await found.ask(beside, tools=[])
     assert answer.status == 200
     assert found.fork.resumed is not None
