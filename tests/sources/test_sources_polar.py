@@ -45,7 +45,7 @@ def test_a_task_request_becomes_a_task() -> None:
     assert (spec.harness.name, spec.harness.model_name, spec.harness.version, dict(spec.harness.env)) == (
         "codex",
         "policy",
-        "0.169.0",
+        "0.171.0",
         {"DEBUG": "0"},
     )
     assert spec.harness.mcp_servers["search"].command == "search"
