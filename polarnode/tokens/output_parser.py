@@ -11,6 +11,7 @@ the whole. Logprobs are shown, held back and dropped with the text that their to
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain, groupby
 from typing import Literal, assert_never
 
 from attrs import Factory, define, field
@@ -75,6 +76,7 @@ class Flow:
     stopped: str | None = field(default=None, init=False)
     _kind: Kind | None = field(default=None, init=False)
     _held: str = field(default="", init=False)
+    _newlines: bool = field(default=False, init=False)  # only newlines are held
     _writers: _Writers = field(factory=_Writers, init=False)
     _ready: list[Delta] = field(default=Factory(list), init=False)
     _taken: list[Delta] = field(default=Factory(list), init=False)
@@ -93,7 +95,10 @@ class Flow:
         self._writers.add(len(text), logprobs)
         if kind == "text":
             self._watch()
+        if self._newlines and not text.strip("\n") and self.stopped is None:
+            return  # they wait with those before them; to look at all of them each time costs their square
         self._show(self._sure())
+        self._newlines = not self._held.strip("\n")
 
     def call(self, call: ToolCall) -> None:
         """Add a whole call; text held before it is a separator and is dropped."""
@@ -164,14 +169,15 @@ def _begun(text: str, stop: str) -> int:
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
     """The deltas with adjacent ones of one kind joined, because each delta costs a stream event."""
     out: list[Delta] = []
-    for delta in deltas:
-        last = out[-1] if out else None
-        if isinstance(last, TextDelta) and isinstance(delta, TextDelta):
-            out[-1] = TextDelta(last.text + delta.text, last.logprobs + delta.logprobs)
-        elif isinstance(last, ThinkingDelta) and isinstance(delta, ThinkingDelta):
-            out[-1] = ThinkingDelta(last.text + delta.text)
-        else:
-            out.append(delta)
+    for kind, run in groupby(deltas, key=type):
+        same = list(run)
+        if kind is ToolCall or len(same) == 1:
+            out += same
+            continue
+        written = [delta for delta in same if not isinstance(delta, ToolCall)]
+        text = "".join(delta.text for delta in written)
+        told = chain.from_iterable(delta.logprobs for delta in written if isinstance(delta, TextDelta))
+        out.append(TextDelta(text, tuple(told)) if kind is TextDelta else ThinkingDelta(text))
     return out
 
 

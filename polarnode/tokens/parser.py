@@ -30,9 +30,10 @@ from polarnode.tokens.output_parser import Flow, TokenLogprobs, Writing
 # ── parser states ─────────────────────────────────────────────────────────────────────────────────
 
 _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between", "draft")
-# how often an answer's ids are read again because a closing mark was taken for data and was none: each time
-# costs what follows it, and an answer with more such marks is noise
-_READ_AGAIN: Final = 8
+# how many ids of an answer are read again because a mark was taken for data, or for a call, and was none:
+# each time costs all that follows the mark, so that 32,000 such marks would hold the event loop for seconds.
+# Usual answers may have dozens of them; the last reading may exceed this by the answer itself
+READ_AGAIN: Final = 16_384
 _THOUGHT: Final[tuple[Mode, ...]] = ("thinking", "draft")
 
 
@@ -129,10 +130,16 @@ class _Draft:
     thinking_tokens: int  # before the tag
     kept: _Kept = field(factory=_Kept)
     closed: int | None = None
+    _tried: int = field(default=0, init=False)
 
-    def add(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
+    def add(self, ids: Sequence[int], told: Sequence[TokenLogprob]) -> None:
         self.kept.add(ids, told)
-        self.trial.feed(ids)
+
+    def try_calls(self) -> "Parser":
+        """Read what was added, where something depends on it: long stretches are read faster."""
+        tried, self._tried = self._tried, len(self.kept.ids)
+        self.trial.feed(self.kept.ids[tried:])
+        return self.trial
 
 
 @define(eq=False, init=False)
@@ -323,7 +330,7 @@ class Parser:
         if self.mode != "thinking" or token != draft_start(self._family):
             return True
         begins = self._family.call_in_thought == "anywhere" or self._writing.at_line_start
-        return begins and self._drafts and self._read_again < _READ_AGAIN
+        return begins and self._drafts and self._read_again < READ_AGAIN
 
     def _mark(self, token: int, logprobs: list[TokenLogprob], told: Sequence[TokenLogprob]) -> None:
         before, family = self.mode, self._family
@@ -378,7 +385,7 @@ class Parser:
 
     def _close_call(self, token: int, logprobs: list[TokenLogprob], told: Sequence[TokenLogprob]) -> None:
         """A closing mark inside a call: its end, unless it is or may be data."""
-        kind = "decides" if self._read_again >= _READ_AGAIN else self._writing.close_kind()
+        kind = "decides" if self._read_again >= READ_AGAIN else self._writing.close_kind()
         if kind == "decides" and (self._kept is None or self._writing.reads):
             self._kept = None
             self._writing.mark(token, logprobs)
@@ -395,8 +402,11 @@ class Parser:
     def _settle(self) -> None:
         """End the call at the closing mark that ended it, and read what followed it."""
         kept, self._kept = self._kept or _Kept(), None
-        self._read_again += not self._writing.whole_calls  # behind a whole call nothing is read thrice
+        whole = self._writing.whole_calls
         start = self._writing.settle()
+        self._read_again += (
+            0 if whole else len(kept.ids) - start
+        )  # behind a whole call nothing is read thrice
         self._again(kept, start)
 
     def _again(self, kept: _Kept, start: int = 0) -> None:
@@ -421,7 +431,7 @@ class Parser:
         unless the mark is inside of an unfinished call.
         """
         draft = self._draft
-        if draft is None or draft.trial.inside_call:
+        if draft is None or draft.try_calls().inside_call:
             self._draft_goes_on(token, told)
             return
         self._draft = None
@@ -464,8 +474,8 @@ class Parser:
     def _end_draft(self, draft: _Draft, *, clean: bool) -> None:
         """The sample ended with the thought open, or with its closing mark inside a call."""
         self._draft = None
-        self._read_again += 1
-        read = draft.trial.finish("stop" if clean else "length").answer
+        self._read_again += len(draft.kept.ids)
+        read = draft.try_calls().finish("stop" if clean else "length").answer
         is_call = bool(read.calls) and not read.malformed_calls if draft.closed else bool(read.calls) or clean
         if is_call:
             self._writing.mode = "text"

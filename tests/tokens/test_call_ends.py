@@ -3,11 +3,14 @@ report against some server's parser.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from syntax_kit import LOOK, TOYS
+from attrs import define
+from syntax_kit import LOOK, TOYS, Toy
 
+from polarnode.tokens import parser
 from polarnode.tokens.syntax.call_ends import READINGS, Strings
 from polarnode.tokens.syntax.call_faults import fault_of
 from polarnode.tokens.tool_calls import CallBody
@@ -35,11 +38,11 @@ def invoke(value: str) -> str:
 def read(name: str, text: str, *, clean: bool = True, **asked: Any) -> tuple[list[Any], str, str, list[str]]:
     """Calls' paths, text, thinking and notes."""
     toy = TOYS[name]
-    parser = toy.parser(tools=(LOOK,), **asked)
-    parser.feed(toy.spelled(text))
-    answer = parser.finish("stop" if clean else "length").answer
+    reading = toy.parser(tools=(LOOK,), **asked)
+    reading.feed(toy.spelled(text))
+    answer = reading.finish("stop" if clean else "length").answer
     paths = [json.loads(call.arguments).get("path") for call in answer.calls]
-    return paths, answer.text, answer.thinking, list(parser.notes)
+    return paths, answer.text, answer.thinking, list(reading.notes)
 
 
 # ── closing tags as data ──────────────────────────────────────────────────────
@@ -124,10 +127,10 @@ def test_many_calls_of_one_answer() -> None:
 def test_call_is_counted_before_it_is_sent() -> None:
     """A request for a single call ends at its closing tag, although a later one may win."""
     toy = TOYS["function_xml"]
-    parser = toy.parser(tools=(LOOK,))
-    assert parser.feed(toy.spelled(xml("a"))) == []
-    assert parser.calls == 1
-    finished = parser.finish("tool_calls")
+    reading = toy.parser(tools=(LOOK,))
+    assert reading.feed(toy.spelled(xml("a"))) == []
+    assert reading.calls == 1
+    finished = reading.finish("tool_calls")
     assert (len(finished.deltas), finished.answer.finish_reason) == (1, "tool_calls")
 
 
@@ -158,6 +161,61 @@ def test_strings_in_pieces(size: int) -> None:
     assert strings.open
     strings.read('"')
     assert not strings.open
+
+
+@define(eq=False)
+class Counted:
+    """A tokenizer that counts the ids whose bytes are asked for, which every reading of an id does."""
+
+    toy: Toy
+    read: int = 0
+
+    @property
+    def control(self) -> Mapping[str, int]:
+        return self.toy.control
+
+    def token_bytes(self, token: int) -> bytes:
+        self.read += 1
+        return self.toy.token_bytes(token)
+
+
+@pytest.mark.parametrize("opens_thinking", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("json", '<think>\n<tool_call>"x</think>'),
+        ("json", '\n<tool_call>"</tool_call>'),
+        ("function_xml", "\n<tool_call></tool_call>"),
+        ("function_xml", "\n<tool_call>\n<function=look>\n<parameter=path>\nx</tool_call>"),
+        ("arg_xml", "\n<tool_call>look<arg_key>path</arg_key><arg_value>x</tool_call>"),
+        ("numbered", '<think>x<|tool_calls_section_begin|><|tool_call_begin|>"</think>'),
+        ("harmony", '<|start|>assistant to=functions.look<|message|>"<|end|>'),
+        ("braces", '<|tool_call>call:look{path:<|"|><tool_call|>'),
+    ],
+)
+def test_reading_again_is_bounded(
+    name: str, text: str, opens_thinking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks that fail over and over cost a few readings of an answer, streamed as at once. An id is read by
+    the parser and by the trial of a draft; both read the whole answer again at most once above the bound.
+    """
+    monkeypatch.setattr(parser, "READ_AGAIN", 1000)
+    toy = TOYS[name]
+    sampled = toy.spelled(text)
+    sampled *= 3000 // len(sampled)
+    counted, answers = Counted(toy), []
+    for step in (len(sampled), 999):
+        reading = parser.Parser(
+            tokenizer=counted,  # type: ignore[arg-type]
+            family=toy.family,
+            call_id=str,
+            opens_thinking=opens_thinking,
+        )
+        for at in range(0, len(sampled), step):
+            reading.feed(sampled[at : at + step])
+        answers.append(reading.finish("stop").answer)
+    assert answers[0] == answers[1]
+    assert counted.read < 2 * 6 * len(sampled)
 
 
 # ── why a call could not be read ──────────────────────────────────────────────
@@ -249,10 +307,10 @@ def test_thought_cut_in_a_draft() -> None:
 
 def test_drafts_are_not_thinking_tokens() -> None:
     toy = TOYS["function_xml"]
-    parser = toy.parser(tools=(LOOK,), opens_thinking=True)
-    parser.feed(toy.spelled(f"hm\n{xml('a')}"))
-    parser.finish("stop")
-    assert parser.thinking_tokens == len("hm\n")
+    reading = toy.parser(tools=(LOOK,), opens_thinking=True)
+    reading.feed(toy.spelled(f"hm\n{xml('a')}"))
+    reading.finish("stop")
+    assert reading.thinking_tokens == len("hm\n")
 
 
 # ── gpt-oss ───────────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from typing import Final
 
 from polarnode.tokens.families import CallSyntax
@@ -57,6 +58,6 @@ def _fault_of_tags(text: str, opening: str, key: str, closing: str, ending: str)
     keys = re.findall(key, text)
     if text.count(closing) < len(keys):
         return f"a value has no {closing}"
-    if twice := next((name for name in keys if keys.count(name) > 1), None):
+    if twice := next((name for name, times in Counter(keys).items() if times > 1), None):
         return f"{twice.strip()[:60]!r} is written twice"
     return "its tags and values do not fit together"

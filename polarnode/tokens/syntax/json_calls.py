@@ -104,6 +104,7 @@ def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...]
 _ARGUMENTS: Final = ("parameters", "arguments")
 # Llama shows tools with `"type": "function"`, and at times repeats it in a call
 _KEYS: Final = frozenset(("type", "name", *_ARGUMENTS))
+_LONGEST_KEY: Final = max(map(len, _KEYS))
 
 
 def read_bare_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -159,7 +160,8 @@ class Begun:
             return self._key is None  # no call's key is written with an escape
         if letter != '"':
             self._key = None if self._key is None else self._key + letter
-            return True
+            # a longer key than a call's is none, and is not kept: its growth would cost its square
+            return self._key is None or len(self._key) <= _LONGEST_KEY
         self._string = False
         if self._key is None:
             return True
