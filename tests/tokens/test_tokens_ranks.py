@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from polarnode.core.errors import ModelError
-from polarnode.tokens.tokenizer import load_tokenizer
+from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 from polarnode.tokens.vocabulary import RANKS, read_ranks
 
 PATTERN = (
@@ -87,20 +86,23 @@ def folder(
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return read_ranks(folder(tmp_path_factory.mktemp("ranks"))).tokenizer
+def converted(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
+    return load_tokenizer(folder(tmp_path_factory.mktemp("ranks")))
 
 
+# Hypothesis draws the strings of our own modules too, control strings among them: those are plain text here
+@example(text="<|im_end|>")
+@example(text="a[BOS]b<|im_user|><|reserved_token_860|>")
 @settings(max_examples=300, deadline=None)
 @given(
     text=st.text("abcdefg", max_size=40)
     | st.text(max_size=20)
     | st.text("ab 12\n\u4e2d\u6587'!", max_size=30)
 )
-def test_ids_are_tiktokens(converted: Tokenizer, text: str) -> None:
+def test_ids_are_tiktokens(converted: LoadedTokenizer, text: str) -> None:
     ranks = {token: rank for rank, token in enumerate(RANKED)}
     reference = tiktoken.Encoding("test", pat_str="|".join(PATTERN), mergeable_ranks=ranks, special_tokens={})
-    assert converted.encode(text, add_special_tokens=False).ids == reference.encode_ordinary(text)
+    assert list(converted.encode_plain(text)) == reference.encode_ordinary(text)
 
 
 def test_a_folder_without_tokenizer_json_is_served(tmp_path: Path) -> None:
