@@ -222,6 +222,28 @@ def as_unseen(text: str) -> str:
     return text if found is None or not _BASE64.fullmatch(text, found.end()) else unseen(found[1])
 
 
+def json_as_unseen(value: Json) -> Json:
+    """A tool's result as JSON, each string of it that is a data URL described. One that is nested too deeply
+    for that is unchanged: `compact` refuses it.
+    """
+    try:
+        return _strings_as_unseen(value)
+    except RecursionError:
+        return value
+
+
+def _strings_as_unseen(value: Json) -> Json:
+    match value:
+        case str():
+            return as_unseen(value)
+        case list():
+            return [_strings_as_unseen(item) for item in value]
+        case dict():
+            return {key: _strings_as_unseen(item) for key, item in value.items()}
+        case _:
+            return value
+
+
 def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """One string or several, as a tuple."""
     return (value,) if isinstance(value, str) else value or ()

@@ -39,9 +39,17 @@ PDF = {
 }
 
 
+BLOCKS = [{"type": "text", "text": "x"}, {"type": "image", "source": {"type": "url", "url": "x"}}]
+PICTURED = {"type": "document", "title": "t", "source": {"type": "content", "content": BLOCKS}}
+
+
 @pytest.mark.parametrize(
     ("part", "shown"),
-    [(PDF, "t\n[document: not shown"), ({"type": "browser_state", "url": "x"}, "[browser_state: not shown")],
+    [
+        (PDF, "t\n[document: not shown"),
+        (PICTURED, "t\nx\n[image: not shown"),
+        ({"type": "browser_state", "url": "x"}, "[browser_state: not shown"),
+    ],
 )
 def test_messages_result_is_described(part: dict[str, Any], shown: str) -> None:
     found = route("POST", "/v1/messages", {})
@@ -68,3 +76,19 @@ def test_chat_data_url_is_described() -> None:
 @pytest.mark.parametrize("text", ["", "data:", "see " + URL, URL + " above", "data:image/png;base64,a b"])
 def test_text_about_data_stays(text: str) -> None:
     assert as_unseen(text) == text
+
+
+def test_google_data_url_is_described() -> None:
+    found = route("POST", "/v1beta/models/m:generateContent", {})
+    assert found is not None
+    result = {"name": "shot", "response": {"size": 3, "pages": [{"png": URL}]}}
+    said = [
+        {"role": "user", "parts": [{"text": "x"}]},
+        {"role": "model", "parts": [{"functionCall": {"name": "shot", "args": {}}}]},
+        {"role": "user", "parts": [{"functionResponse": result}]},
+    ]
+    text = (
+        found.dialect.read(json.dumps({"contents": said}).encode(), Envelope()).conversation.messages[-1].text
+    )
+    shown = "[image/png: not shown, because this model reads text only]"
+    assert json.loads(text) == {"size": 3, "pages": [{"png": shown}]}

@@ -40,6 +40,7 @@ from polarnode.providers.anthropic.shapes import (
     OtherSource,
     RedactedThinkingBlock,
     ResultContent,
+    ResultContentSource,
     ResultDocument,
     ResultPart,
     SearchResultBlock,
@@ -107,9 +108,7 @@ def result_text(content: ResultContent, later: Mapping[str, str]) -> str:
 def _result_part(part: ResultPart, later: Mapping[str, str]) -> str:
     match part:
         case ResultDocument(source=source, title=title, context=context):
-            if isinstance(source, UnseenSource):
-                return paragraphs((title or "", context or "", unseen("document")))
-            return textual(DocumentBlock("document", source, title, context))
+            return paragraphs((title or "", context or "", *_result_source(source)))
         case TextBlock(text=text):
             return as_unseen(text)
         case ToolReferenceBlock(tool_name=name):
@@ -118,6 +117,23 @@ def _result_part(part: ResultPart, later: Mapping[str, str]) -> str:
             return unseen(kind)
         case _:
             return textual(part)
+
+
+def _result_source(source: TextSource | ResultContentSource | UnseenSource) -> Iterator[str]:
+    match source:
+        case TextSource(data=data):
+            yield as_unseen(data)
+        case ResultContentSource(content=str() as text):
+            yield as_unseen(text)
+        case ResultContentSource(content=blocks):
+            yield from (
+                as_unseen(block.text) if isinstance(block, TextBlock) else unseen(block.type)
+                for block in blocks
+            )
+        case UnseenSource():
+            yield unseen("document")
+        case _:
+            assert_never(source)
 
 
 def _source(block: DocumentBlock) -> Iterator[str]:

@@ -135,11 +135,19 @@ class UnseenSource:
 
 
 @frozen
+class ResultContentSource:
+    """The blocks of such a document, pictures among them."""
+
+    type: Literal["content"]
+    content: str | tuple[TextBlock | UnseenBlock, ...]
+
+
+@frozen
 class ResultDocument:
     """A document inside a tool result."""
 
     type: Literal["document"]
-    source: TextSource | ContentSource | UnseenSource
+    source: TextSource | ResultContentSource | UnseenSource
     title: str | None = None
     context: str | None = None
 

@@ -57,7 +57,7 @@ from polarnode.providers.google.shapes import (
 )
 from polarnode.providers.google.write import inward, of_signature
 from polarnode.providers.read_parts import ReadParts, is_list_of_objects
-from polarnode.providers.shapes import compact, not_text, paragraphs, read_value, unseen
+from polarnode.providers.shapes import compact, json_as_unseen, not_text, paragraphs, read_value, unseen
 from polarnode.providers.volatile import without_volatile
 
 # ── contents ────────────────────────────────────────────────────────────
@@ -275,7 +275,7 @@ def result_text(response: FunctionResponse) -> str:
     output = response.response
     if isinstance(output, dict):
         output = _output_of(output, response.name)
-    return paragraphs((_plain(output), *map(_beside, response.parts or ())))
+    return paragraphs((_plain(json_as_unseen(output)), *map(_beside, response.parts or ())))
 
 
 def _beside(part: PartShape | ResponsePart) -> str:
