@@ -123,13 +123,9 @@ def _result_source(source: TextSource | ResultContentSource | UnseenSource) -> I
     match source:
         case TextSource(data=data):
             yield as_unseen(data)
-        case ResultContentSource(content=str() as text):
-            yield as_unseen(text)
-        case ResultContentSource(content=blocks):
-            yield from (
-                as_unseen(block.text) if isinstance(block, TextBlock) else unseen(block.type)
-                for block in blocks
-            )
+        case ResultContentSource(content=content):
+            for part in (TextBlock("text", content),) if isinstance(content, str) else content:
+                yield as_unseen(part.text) if isinstance(part, TextBlock) else unseen(part.type)
         case UnseenSource():
             yield unseen("document")
         case _:
