@@ -85,21 +85,21 @@ def test_a_block_that_is_text(value: dict[str, Any], text: str) -> None:
 def test_what_the_model_can_not_see_is_refused_with_its_path(
     content: dict[str, Any], path: str, sentence: str, inside: bool
 ) -> None:
-    """A document that a tool's result has as a whole is described there."""
-    if inside and path == ".source.type":
-        assert result_text(structure([content], ResultContent), {}) == unseen("document")  # type: ignore[arg-type]
+    """What a tool's result has is described there."""
+    if inside:
+        described = unseen("document" if path == ".source.type" else "image")
+        assert result_text(structure([content], ResultContent), {}) == described  # type: ignore[arg-type]
         return
-    blocks = [{"type": "tool_result", "tool_use_id": "t", "content": [content]}] if inside else [content]
     with pytest.raises(Refused, match=sentence) as caught:
         read(
             json.dumps(
-                {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": blocks}]}
+                {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [content]}]}
             ).encode(),
             headers={},
             model=None,
             counting=False,
         )
-    assert caught.value.path == "$.messages[0].content[0]" + (".content[0]" if inside else "") + path
+    assert caught.value.path == "$.messages[0].content[0]" + path
 
 
 def test_a_document_that_is_no_text_is_never_left_out_silently() -> None:
