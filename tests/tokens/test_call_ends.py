@@ -71,6 +71,8 @@ def read(name: str, text: str, *, clean: bool = True, **asked: Any) -> tuple[lis
         ),
         ("arg_xml", glm("</arg_value>\n</tool_call>"), "</arg_value>\n</tool_call>"),
         ("arg_xml", glm(f"see {glm('x')}."), f"see {glm('x')}."),
+        ("arg_xml", glm("see <arg_key>x</arg_key> so"), "see <arg_key>x</arg_key> so"),
+        ("arg_xml", glm("a <arg_value>b</arg_value> c"), "a <arg_value>b</arg_value> c"),
         (
             "invoke_xml",
             invoke("</parameter> and </minimax:tool_call>"),

@@ -323,16 +323,13 @@ def _pair(cursor: Cursor) -> tuple[str, str] | None:
     cursor.skip()
     if key is None or not is_name(key.strip(SPACE)) or not cursor.take("<arg_value>"):
         return None
-    start = cursor.at
     value = _value_text(
         cursor,
         "</arg_value>",
         opened=lambda start, end: _count(body, "<arg_value>", start, end),
         ends=lambda at: _ends_pair(body, at),
     )
-    end = start + len(value or "")
-    keys, values = (_count(body, tag, start, end) for tag in ("<arg_key>", "<arg_value>"))
-    return None if value is None or keys != values else (key.strip(SPACE), value)
+    return None if value is None else (key.strip(SPACE), value)
 
 
 def _ends_pair(body: CallBody, at: int) -> bool:
