@@ -34,7 +34,10 @@ repo() {{ git -c safe.directory='*' -C {WORKDIR} "$@"; }}
 repo remote | while read -r name; do repo remote remove "$name"; done
 repo for-each-ref --format='%(refname)' --no-merged=HEAD |
     while read -r name; do repo update-ref -d "$name"; done
+repo for-each-ref --format='%(objecttype)%(*objecttype) %(refname)' | grep -vE '^(commit|tagcommit) ' |
+    while read -r _ name; do repo update-ref -d "$name"; done
 cd "$(repo rev-parse --absolute-git-dir)" && rm -rf ORIG_HEAD FETCH_HEAD COMMIT_EDITMSG MERGE_MSG logs
+repo gc --quiet --prune=now
 """
 PIDS = 1024  # a parallel test run beside the harness
 INSTRUCTION = """\
