@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import httpx
+import merge_toys
 import pytest
 from client_kit import free_port, here
 from fleet_kit import fleet_here, hollow_task
@@ -119,6 +120,7 @@ def test_trls_rollout_function_is_given_the_rows_of_a_fleet(url: str, client: Po
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(unwrap_model=lambda model: model),
         args=SimpleNamespace(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0),
+        eos_token_ids=(merge_toys.END,),
         processing_class=SimpleNamespace(pad_token_id=0),
         state=SimpleNamespace(global_step=0),
     )
