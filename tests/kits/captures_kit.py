@@ -6,6 +6,7 @@ whole program only to be slow.
 """
 
 import os
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -153,6 +154,10 @@ def no_container(*_: Any) -> Any:
 # ── harnesses: the official SDKs, told by environment alone ───────────────────
 
 
+# A client is made at a time: another thread's would be made with this one's key, or with the public address.
+_making = threading.Lock()
+
+
 @frozen
 class Told:
     """The environment of one harness. The SDKs read the process's own, so it is laid there for as long as a
@@ -181,13 +186,14 @@ class Told:
         return "".join(block.text for block in answer.content if block.type == "text")
 
     def _made(self, sdk: Any) -> Any:
-        before = dict(os.environ)
-        os.environ.update(self.env)
-        try:
-            return sdk(max_retries=0)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        with _making:
+            before = dict(os.environ)
+            os.environ.update(self.env)
+            try:
+                return sdk(max_retries=0)
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
 
 
 async def in_thread(ask: Any, *arguments: Any) -> Any:

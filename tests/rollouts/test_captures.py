@@ -3,6 +3,8 @@ any other, once, whoever ends it first.
 """
 
 import json
+import os
+import threading
 from array import array
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,7 @@ from polarnode.rollouts.captures import Capture
 from polarnode.rollouts.scheduler import recover
 
 KINDS = ("trajectory", "group", "task")
+AT_MOST, LOOK = 10.0, 0.2  # seconds
 
 
 def engine(*texts: str) -> ScriptedEngine:
@@ -54,6 +57,28 @@ async def kept(desk: Desk, session_id: str) -> Trajectory:
 
 
 # ── a harness of one's own ────────────────────────────────────────────────────
+
+
+def test_sdks_made_by_two_threads_at_once() -> None:
+    """Each with its own environment: mixed, a session is sampled under another one's key."""
+    other_inside, first_has_read = threading.Event(), threading.Event()
+
+    def other(**_: Any) -> str:
+        other_inside.set()
+        first_has_read.wait(AT_MOST)
+        return os.environ["OPENAI_API_KEY"]
+
+    def first(**_: Any) -> str:
+        thread.start()
+        other_inside.wait(LOOK)  # never set where one waits for the other
+        found = os.environ["OPENAI_API_KEY"]
+        first_has_read.set()
+        return found
+
+    thread = threading.Thread(target=Told({"OPENAI_API_KEY": "2"})._made, args=(other,))
+    assert Told({"OPENAI_API_KEY": "1"})._made(first) == "1"
+    thread.join(AT_MOST)
+    assert not thread.is_alive()
 
 
 async def test_the_sdks_need_nothing_but_the_environment_and_the_end_is_a_trajectory(desk: Desk) -> None:
