@@ -56,14 +56,18 @@ Manifest = Mapping[str, Kind]
 @contextmanager
 def opened_regular(file: Path) -> Iterator[BufferedReader]:
     """Open a file to read. BadCheckpoint for what is none: a pipe would wait for its writer, a device has no
-    end. Links to files are followed.
+    end, and a folder has nothing to read. Links to files are followed.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    with open(descriptor, "rb") as opened:
+    try:  # before Python's own file: it takes no folder
         require(
             stat.S_ISREG(os.fstat(descriptor).st_mode),
-            f"{file.name} is no regular file: write weights as files, not as pipes or devices",
+            f"{file.name} is no regular file: write weights as files, not as folders, pipes or devices",
         )
+    except BadCheckpoint:
+        os.close(descriptor)
+        raise
+    with open(descriptor, "rb") as opened:
         yield opened
 
 

@@ -11,6 +11,7 @@ numbers. Group commit makes the difference one fsync a batch.
 """
 
 import os
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -178,6 +179,8 @@ INSERT INTO meta VALUES ('life', 0), ('pruned', 0);
 """
     + FLEET
 )
+MADE = tuple(re.findall(r"CREATE TABLE (\w+)", TABLES))
+KEPT = ("life", "pruned", "term", "journal")  # rows of `meta` that every journal has
 
 # Each commit writes whole pages, first to the log. A turn is 1-16 kB: in pages of 16 kB it leaves up to half
 # of its page empty, and takes twice the disk. Rows of megabytes take longer: 14 ms more for each 12 MB.
@@ -297,6 +300,23 @@ def _create_or_check(db: sqlite3.Connection, path: Path) -> None:
         raise JournalError(
             f"the journal {path} has version {version} and this polarnode reads up to {VERSION}: use the"
             " polarnode that wrote it"
+        )
+    _insist_complete(db, path)
+
+
+def _insist_complete(db: sqlite3.Connection, path: Path) -> None:
+    """Raise JournalError where a table or a row of `meta` is gone. The pages of such a file are whole, so
+    SQLite's check finds nothing, and turns would be answered that it cannot keep.
+    """
+    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    lacking = [f"the table {name}" for name in MADE if name not in tables]
+    if not lacking:
+        rows = {name for (name,) in db.execute("SELECT name FROM meta")}
+        lacking = [f"the row {name} of meta" for name in KEPT if name not in rows]
+    if lacking:
+        raise JournalError(
+            f"the journal {path} is damaged (it lacks {lacking[0]}): put a copy of it back, or move it away"
+            " to start a new one"
         )
 
 

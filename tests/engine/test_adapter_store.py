@@ -165,7 +165,7 @@ async def test_only_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for path, why in (
             (beside("zero", lambda file: file.symlink_to("/dev/zero")), "no regular file"),
             (beside("pipe", os.mkfifo), "no regular file"),
-            (beside("folder", Path.mkdir), "cannot be read"),
+            (beside("folder", Path.mkdir), "no regular file"),
             (beside("socket", lambda file: bound(file)), "cannot be read"),
             (beside("config", os.mkfifo, "adapter_config.json"), "no regular file"),
             (beside("gone", lambda file: file.symlink_to("nowhere")), "cannot be read"),

@@ -121,6 +121,13 @@ def test_a_simulated_host_refuses_as_a_real_one_does(tmp_path: Path) -> None:
         "nothing was sent: send every tensor of the model",
     )
     assert not updates.obey(LoadDisk(call=3, path=str(tmp_path)))[0]
+    inner = tmp_path / "inner"
+    (inner / "model.safetensors").mkdir(parents=True)
+    (inner / "config.json").write_text("{}")
+    assert updates.obey(LoadDisk(call=3, path=str(inner))) == (
+        False,
+        "model.safetensors is no regular file: write weights as files, not as folders, pipes or devices",
+    )
     assert updates.obey(LoadTensors(call=4, payloads=[b"\x80"])) == (True, "")
     assert updates.obey(CheckUpdate(call=5, flush=True)) == (True, "")
     assert updates.obey(CommitUpdate(call=6, version="1")) == (True, "")

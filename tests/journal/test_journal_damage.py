@@ -424,6 +424,25 @@ async def test_emptied_journal_is_not_begun_again(opened: Open, tmp_path: Path) 
         assert journal.last_seq == 0
 
 
+@pytest.mark.parametrize(
+    ("act", "lacks"),
+    [
+        ("DROP TABLE turns", "the table turns"),
+        ("DROP TABLE meta", "the table meta"),
+        ("DELETE FROM meta", "the row life of meta"),
+        ("DELETE FROM meta WHERE name = 'journal'", "the row journal of meta"),
+    ],
+)
+async def test_incomplete_journal_takes_no_work(opened: Open, tmp_path: Path, act: str, lacks: str) -> None:
+    async with opened() as journal:
+        await fill(journal, "a")
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db, db:
+        db.execute(act)
+    with pytest.raises(JournalError, match=rf"is damaged \(it lacks {lacks}\): put a copy of it back"):
+        async with opened():
+            pytest.fail("opened")
+
+
 async def test_log_of_lost_journal_is_kept(opened: Open, tmp_path: Path) -> None:
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
     async with opened() as journal:

@@ -105,7 +105,7 @@ class Updates:
     def obey(self, order: Update) -> tuple[bool, str]:
         try:
             self._obey(order)
-        except BadCheckpoint as error:
+        except (BadCheckpoint, OSError) as error:  # a disk's fault ends no sessions: SGLang refuses it too
             return False, str(error)
         return True, ""
 
