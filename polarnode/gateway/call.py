@@ -159,8 +159,8 @@ async def _send_one(command: Outgoing, to: Responder, *, last: bool) -> bool:
 
 @frozen(kw_only=True)
 class Incoming:
-    """A request that may be answered: its session, its dialect, and `key`, the digest of its body, which
-    identifies a retry.
+    """A request that may be answered: its session, its dialect, and `key`, by which it is known when it is
+    sent again.
     """
 
     session: LiveSession

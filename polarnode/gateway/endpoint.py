@@ -36,6 +36,7 @@ from polarnode.gateway.known_histories import KNOWN_BYTES, BodyDigest
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.gateway.machine import SESSION_OVER, held_request
 from polarnode.gateway.recordings import Recordings, ResponseCopy
+from polarnode.gateway.request_key import request_key
 from polarnode.http.asgi import (
     BODY_S,
     Body,
@@ -412,23 +413,23 @@ class ModelPlane:
         )
 
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
-        """Read the body as a request, with the body's digest. Raises Refused with the path of the field."""
+        """Read the body as a request, with its key. Raises Refused with the path of the field."""
         session.large |= len(request.body) > LARGE_BYTES
         read = partial(_read, request, session, self.model, self._limits)
-        hashed = partial(BodyDigest.of, request.body, request.route.operation)
         share = ThreadShare(session.threads, self._readers)
         if len(request.body) > KNOWN_BYTES:
-            return await share.run(lambda: (read()[0], hashed().key))
-        digest = hashed()
-        found, seconds = read() if session.histories.is_short(digest) else await share.run(read)
+            found, key, _ = await share.run(read)
+            return found, key
+        digest = BodyDigest.of(request.body, request.route.operation)
+        found, key, seconds = read() if session.histories.is_short(digest) else await share.run(read)
         session.histories.note(digest, seconds)
-        return found, digest.key
+        return found, key
 
 
 def _read(
     request: _Request, session: LiveSession, model: Model, limits: RequestLimits
-) -> tuple[ModelRequest, float]:
-    """The request, and the CPU seconds that reading it took."""
+) -> tuple[ModelRequest, str, float]:
+    """The request, its key, and the CPU seconds that reading it took."""
     began = thread_time()
     found, body = request.route, request.body
     limits.check_body(body)
@@ -450,7 +451,9 @@ def _read(
     read = regrouped(read, session.lineages.references)
     kept = held_request(read, headers=model.family.harmony is not None)
     session.lineages.prepare(kept.conversation)
-    return kept, thread_time() - began
+    # of what was read: what the node leaves out of a prompt makes no other request
+    key = request_key(kept, found.operation)
+    return kept, key, thread_time() - began
 
 
 def _json(body: bytes) -> Reply:

@@ -4,8 +4,8 @@ known from the request before.
 A request is read in place where a thread would not help. Reading holds the GIL, so a thread lets the loop go
 on only after the GIL's switch interval (5 ms), and each change of threads costs the node some 0.3 ms under
 load. What a body takes to read depends on what stands in it, which only its sender knows; but a body that
-begins as an earlier one takes about as long as that did, and its new part is short. The digests that prove it
-are steps of the one over the whole body, by which a repeated request is found, so they cost nothing.
+begins as an earlier one takes about as long as that did, and its new part is short. Digests of its beginnings
+prove it.
 """
 
 from collections.abc import Sequence
@@ -27,24 +27,21 @@ HISTORIES: Final = 8  # kept for a session: harnesses interleave up to four agen
 
 @frozen
 class BodyDigest:
-    """The digest of a body. `key` identifies the whole, `steps` its beginnings, one of each STEP_BYTES."""
+    """The digests of a body: `steps` identify its beginnings, one of each STEP_BYTES."""
 
     size: int
-    key: str
     steps: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, body: bytes, operation: str) -> "BodyDigest":
-        """Of a body for one operation of a dialect: two operations never share a key. O(bytes)."""
+        """Of a body for one operation of a dialect, which reads it in its own way. O(bytes)."""
         # the processors of servers have instructions for it, with which it takes half of blake2b's time
         digest, steps = sha256(f"{operation}\0".encode(), usedforsecurity=False), []
         view = memoryview(body)
-        whole = len(body) // STEP_BYTES * STEP_BYTES
-        for start in range(0, whole, STEP_BYTES):
+        for start in range(0, len(body) // STEP_BYTES * STEP_BYTES, STEP_BYTES):
             digest.update(view[start : start + STEP_BYTES])
             steps.append(digest.digest()[:_BYTES])
-        digest.update(view[whole:])
-        return cls(len(body), digest.digest()[:_BYTES].hex(), tuple(steps))
+        return cls(len(body), tuple(steps))
 
 
 @define(eq=False)

@@ -80,13 +80,13 @@ class Attempt:
 
 @define(eq=False)
 class Retries:
-    """The responses of a session that did not reach their client, so that a repeated body is not sampled
-    twice. A name combines the provider, the agent and the body's digest.
+    """The responses of a session that did not reach their client, so that a repeated request is not sampled
+    twice. A name combines the provider, the agent and the request's key.
 
-    Every harness sends the identical body again after a time-out or a broken connection, on a new connection
+    Every harness sends the same request again after a time-out or a broken connection, on a new connection
     and sometimes before the end of the old one is noticed. A response is undelivered until its last bytes are
-    handed to the socket of a connected client. The same body after that is a new request, because harnesses
-    also repeat a request after an answer they cannot use. So is the same body beside one that is still being
+    handed to the socket of a connected client. The same after that is a new request, because harnesses
+    also repeat a request after an answer they cannot use. So is the same beside one that is still being
     answered, because harnesses also sample in parallel: an attempt's response is its own until the attempt
     ends, and exactly one later attempt takes it over.
     """

@@ -8,7 +8,6 @@ of servers.
 from base64 import b64decode
 from binascii import Error as NotBase64
 from collections.abc import Iterator, Mapping
-from hashlib import blake2b
 from typing import Final
 
 from attrs import frozen
@@ -16,18 +15,18 @@ from attrs import frozen
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json, ModelRequest
 from polarnode.core.errors import PolarnodeError, Refused, boundary
+from polarnode.gateway.request_key import request_key
 from polarnode.providers.contract import Envelope, Memory
 from polarnode.providers.dialect import Route, route
 
 _METHODS: Final = ("method", "verb")
 _TARGETS: Final = ("target", "path", "url", "uri")
 _BODIES: Final = ("body", "json", "data", "content", "postData", "body_base64", "body_b64")
-_KEY_BYTES: Final = 16  # identifies one body among the thousands of a session
 
 
 @frozen(kw_only=True)
 class Recorded:
-    """The content of one file. `key` identifies the body. Without a `request` the model was not called;
+    """The content of one file. `key` identifies the request. Without a `request` the model was not called;
     `error` is the reason when that is a fault.
 
     `failed`: the recorded response is known to hold no answer.
@@ -68,12 +67,11 @@ def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes 
             request = _request(found, sent, memory)
     except PolarnodeError as error:
         return Recorded(file=file, route=_route(content), error=sentence(error))
-    key = blake2b(sent.body, digest_size=_KEY_BYTES).hexdigest()
     return Recorded(
         file=file,
         route=found,
         request=request,
-        key=key,
+        key="" if found is None or request is None else request_key(request, found.operation),
         failed=response is not None and not _answered(response),
     )
 

@@ -465,3 +465,57 @@ async def test_drop_beside_waiting_call_takes_no_place(
         assert here.s1.refusal() is None
         assert here.s1.refusal(samples=2) is not None
         engine.give("loaf.", "<|im_end|>", finish="stop")
+
+
+# ── in another form ───────────────────────────────────────────────────────────
+
+DELIVERY = {
+    CHAT: {"stream_options": {"include_usage": True}, "user": "u", "metadata": {"try": "1"}, "store": True},
+    MESSAGES: {"metadata": {"user_id": "u"}, "service_tier": "auto"},
+    RESPONSES: {"stream_options": {"include_obfuscation": False}, "metadata": {"try": "1"}, "user": "u"},
+}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+async def test_form_changed_after_a_cut(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, first: bool
+) -> None:
+    """A stream that broke is asked for whole and the other way round, with other fields of delivery, in
+    another order: the cut answer goes on, at the last turn of the budget.
+    """
+    here = stage(engine, max_turns=1)
+    forms = {}
+    for stream in (True, False):
+        there = path.replace("generate", "streamGenerate") if stream and "models" in path else path
+        said = json.loads(body(path, stream=stream, **(DELIVERY.get(path, {}) if stream else {})))
+        forms[stream] = there, json.dumps(said if stream else dict(reversed(said.items()))).encode()
+    there, asked = forms[first]
+    await cut(here, engine, asked, "Half a ", path=there)
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    there, asked = forms[not first]
+    again = await ask(here, there, asked, leave_at=1)  # and lost once more: it is given again as before
+    assert not again.whole
+    there, asked = forms[first]
+    again = await ask(here, there, asked)
+    assert again.whole
+    assert b"loaf." in again.body
+    assert again.body.startswith(b"{") is not first
+    one, two = here.turns
+    assert (two.kind, two.reason, two.parent) == ("continue", "resumed", 0)
+    before, after = prompts(engine.orders)
+    assert after == before + list(one.sampled)
+    assert (here.s1.counters.charged, here.s1.metrics()["replayed"]) == (1, 1)
+    # it was delivered: the next one is another turn
+    assert "budget of 1 turns" in (await ask(here, there, asked)).body.decode()
+
+
+async def test_lowered_limit_of_a_whole_answer(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    """Claude Code asks for at most 64,000 tokens where it falls back from a stream."""
+    here = stage(engine, max_turns=1)
+    await cut(here, engine, body(MESSAGES, stream=True, max_tokens=128_000), "Half a ", path=MESSAGES)
+    engine.give("loaf.", "<|im_end|>", finish="stop")
+    again = await ask(here, MESSAGES, body(MESSAGES, max_tokens=64_000))
+    assert b"Half a loaf." in again.body
