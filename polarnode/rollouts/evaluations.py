@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -35,6 +35,7 @@ from polarnode.core.codec.tasks import MAX_EVALUATED
 from polarnode.core.errors import (
     Busy,
     Conflict,
+    JournalDamaged,
     JournalError,
     PolarnodeError,
     Refused,
@@ -192,7 +193,9 @@ class Evaluations:
                 why = f"a bug of the node, see its log: {type(error).__name__}: {error}"
                 entry = refusal_entry(record.evaluation_id, session_id, why)
             self.journal.write(entry)
-            await self.journal.flushed()
+            # of a damaged journal: status says so, and the node goes on
+            with suppress(JournalDamaged):
+                await self.journal.flushed()
             self._left[record.evaluation_id] -= 1
             self._left += Counter()  # drops those at 0
 

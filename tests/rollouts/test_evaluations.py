@@ -21,10 +21,11 @@ from judge_kit import SaidJudge
 from session_kit import Town, agent, town
 
 from polarnode.containers.files import workspace_path
-from polarnode.core.errors import Conflict, EvaluatorError, Refused
+from polarnode.core.errors import Conflict, EvaluatorError, JournalDamaged, Refused
 from polarnode.core.status import EvaluationStatus
 from polarnode.core.task import EvaluationSpec, EvaluatorSpec, RuntimeSpec
 from polarnode.core.trajectory import Trajectory
+from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import Filters
 from polarnode.rollouts.evaluations import Evaluations
@@ -302,6 +303,28 @@ async def test_a_bug_costs_one_session_its_evaluation(
         found = await here.again(*ids)
         assert [each.state for each in found.sessions] == ["refused", "evaluated"]
         assert found.sessions[0].error == "a bug of the node, see its log: ZeroDivisionError: oh"
+
+
+async def test_reward_that_is_lost_ends_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry meets a damaged page: the workers go on, and new evaluations are refused."""
+
+    def corrupt(*_: object) -> None:
+        error = sqlite3.DatabaseError("database disk image is malformed")
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+
+    async def lost(*_: object) -> Entry:
+        return Entry(1, corrupt)
+
+    async with place(tmp_path) as here:
+        spec = EvaluationSpec(sessions=((await here.session(evaluator=user("WHOLE"))).session_id,))
+        monkeypatch.setattr(Evaluations, "_entry", lost)
+        await here.evaluations.accept(spec, idempotency_key=None)
+        with trio.fail_after(60):
+            await here.journal.damaged.wait()
+        await until(lambda: not here.evaluations.statistics()["sessions"])
+        with pytest.raises(JournalDamaged):
+            await here.evaluations.accept(spec, idempotency_key=None)
 
 
 async def test_kept_workspaces_go_with_their_sessions(tmp_path: Path) -> None:
