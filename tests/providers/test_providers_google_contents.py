@@ -2,6 +2,7 @@
 
 import json
 from base64 import b64encode
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from polarnode.providers.google import GOOGLE
 from polarnode.providers.google.read import draft_of, messages, result_text
 from polarnode.providers.google.shapes import Content, FunctionResponse, parts, respelled
 from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.shapes import paragraphs
 
 
 def contents(*said: Any) -> tuple[Content, ...]:
@@ -270,6 +272,21 @@ def test_image_between_results() -> None:
         ("tool", f"G\n{told}"),
         ("user", "so"),
     ]
+
+
+def test_media_join_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many media beside one result: its text is joined once, and not again for each of them."""
+    joined: list[int] = []
+
+    def counted(texts: Iterable[str]) -> str:
+        text = paragraphs(texts)
+        joined.append(len(text))
+        return text
+
+    monkeypatch.setitem(messages.__globals__, "paragraphs", counted)
+    media = [{"inlineData": {"mimeType": "image/png", "data": "AA=="}}] * 100
+    found = read(user("a"), model(call("f", "1")), user(result("f", "1", output="F"), *media))
+    assert sum(joined) < 2 * len(found[-1].text)
 
 
 def test_inline_text_is_text() -> None:

@@ -17,7 +17,7 @@ through the envelope.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import parse_qs
 
 from attrs import define, evolve, field, frozen
@@ -157,28 +157,26 @@ def _user(shown_parts: tuple[PartShape, ...]) -> Iterator[Message]:
     as a message of its own it would stand between the results of parallel calls.
     """
     texts: list[str] = []
-    result: Message | None = None
-    empty = True
+    call_id: str | None = None  # of the call whose result the texts are; None for the user's own
     for part in shown_parts:
-        if result is not None and (part.inlineData is not None or part.fileData is not None):
-            result = evolve(result, text=paragraphs((result.text, _beside(part))))
-            continue
-        if result is not None:
-            yield result
-            result = None
-        if part.functionResponse is None:
+        if (response := part.functionResponse) is not None:
+            if texts:
+                yield _user_message(texts, call_id)
+            texts = [result_text(response)]
+            call_id = inward(response.id or "", response.name) or response.name
+        elif call_id is not None and (part.inlineData is not None or part.fileData is not None):
+            texts.append(_beside(part))
+        else:
+            if call_id is not None:
+                yield _user_message(texts, call_id)
+                texts, call_id = [], None
             texts.append(_shown(part))
-            continue
-        if texts:
-            yield Message(role="user", text=paragraphs(texts))
-        texts, empty = [], False
-        response = part.functionResponse
-        call_id = inward(response.id or "", response.name) or response.name
-        result = Message(role="tool", text=result_text(response), call_id=call_id)
-    if result is not None:
-        yield result
-    if texts or empty:  # one message per content, even for an empty one
-        yield Message(role="user", text=paragraphs(texts))
+    yield _user_message(texts, call_id)  # one message per content, even for an empty one
+
+
+def _user_message(texts: list[str], call_id: str | None) -> Message:
+    role: Literal["user", "tool"] = "user" if call_id is None else "tool"
+    return Message(role=role, text=paragraphs(texts), call_id=call_id)
 
 
 def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int = 0) -> Message:
