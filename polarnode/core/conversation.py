@@ -99,6 +99,13 @@ class Conversation:
     thinking: bool | None = None
     prefilled: bool = False
 
+    @property
+    def before_prefill(self) -> "Conversation":
+        """The conversation without the last message of a prefilled one; any other unchanged."""
+        if not self.prefilled:
+            return self
+        return evolve(self, messages=self.messages[:-1], prefilled=False)
+
 
 @frozen(kw_only=True)
 class Sampling:

@@ -227,17 +227,18 @@ class Model:
 
         Raises Refused when the template rejects them, and ContextTooLong for a long text beyond the context.
         """
-        template = self.template
-        if prefill:
-            conversation = evolve(conversation, messages=conversation.messages[:-1])
+        template, conversation = self.template, conversation.before_prefill
         if history is None:
             # includes the thinking that the client left out
             whole = evolve(conversation, messages=new)
-            root = await self._rendered(
-                lambda: template.root(whole, context_length=self.context_length, prefill=prefill),
-                threads if conversation.tools or _is_long(new) else None,
+            root, notes = await self._rendered(
+                lambda: (
+                    template.root(whole, context_length=self.context_length, prefill=prefill),
+                    template.notes(new),
+                ),
+                threads if conversation.tools or _is_long(new, prefill) else None,
             )
-            return PromptRendered(prompt=root, delta=root, notes=template.notes(new))
+            return PromptRendered(prompt=root, delta=root, notes=notes)
         suffix = await self._rendered(
             lambda: template.suffix(
                 new,
@@ -246,7 +247,7 @@ class Model:
                 context_length=self.context_length,
                 prefill=prefill,
             ),
-            threads if _is_long(new) else None,
+            threads if _is_long(new, prefill) else None,
         )
         return PromptRendered(
             prompt=history + suffix.ids,
@@ -278,10 +279,11 @@ class Model:
         return render() if threads is None else await ThreadShare(threads, self._renderings).run(render)
 
 
-def _is_long(messages: Sequence[Message]) -> bool:
+def _is_long(messages: Sequence[Message], prefill: str) -> bool:
     return (
         len(messages) > INLINE_MESSAGES
-        or sum(
+        or len(prefill)
+        + sum(
             len(message.text) + len(message.thinking) + sum(len(call.arguments) for call in message.calls)
             for message in messages
         )

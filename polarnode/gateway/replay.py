@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, Conversation, Message, ModelRequest, TextPart, ThinkingPart
@@ -236,8 +236,7 @@ class Speaker:
     def prompt(self, plan: Plan, conversation: Conversation, parent: Turn | None) -> "tuple[array[int], int]":
         """The ids that a plan adds to its parent's, and how many of them close the parent's sample."""
         prefill = "" if plan.reason == RESUMED else plan.prefill
-        if prefill:
-            conversation = evolve(conversation, messages=conversation.messages[:-1])
+        conversation = conversation.before_prefill
         if parent is not None:
             suffix = self.template.suffix(
                 plan.new, conversation=conversation, sampled=parent.sampled, prefill=prefill

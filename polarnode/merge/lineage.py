@@ -187,7 +187,7 @@ class Lineages:
             parent = self._ledger.turns[found.parent]
             if parent.state == "partial" or parent.finish_reason == "length":
                 return conversation, ""
-        *before, last = conversation.messages
+        last = conversation.messages[-1]
         why = (
             "calls a tool that has no result: send the result"
             if last.calls
@@ -199,7 +199,7 @@ class Lineages:
         )
         if why is not None:
             raise Refused(f"the last message is the assistant's and {why}", path="$.messages[-1]")
-        return evolve(conversation, messages=tuple(before), prefilled=False), last.text
+        return conversation.before_prefill, last.text
 
     def _attached(
         self, conversation: Conversation, hints: Mapping[str, str]

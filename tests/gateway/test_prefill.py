@@ -1,13 +1,20 @@
 """A last message of the assistant: the answer goes on with it in one turn, or the request is refused."""
 
 import json
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
+import tokens_kit as kit
 import trio.testing
+from attrs import evolve
+from family_fixtures import family_folder
 from plane_kit import HandEngine, spelled, stage
 from test_model_plane_retries import CHAT, MESSAGES, ask, cut
 
+from polarnode.core.arrays import ids
+from polarnode.core.conversation import Conversation, Message, ToolCall
+from polarnode.gateway.call import INLINE_CHARS, Model
 from polarnode.merge.builders import prefix_merging
 
 USER = {"role": "user", "content": "Count."}
@@ -117,6 +124,53 @@ async def test_empty_prefill_is_none(engine: HandEngine) -> None:
         engine.give("One.", "<|im_end|>", finish="stop")
         await ask(here, MESSAGES, body(MESSAGES, *messages))
     assert engine.orders[0].prompt == engine.orders[1].prompt
+
+
+async def test_empty_prefill_after_results() -> None:
+    """The results are shown under the names of the calls that they answer, as without the empty message."""
+    loaded = kit.model(family_folder("kimi_k2"))
+    prompts = Model(
+        engine=HandEngine(),
+        template=loaded.template,
+        tokenizer=loaded.tokenizer,
+        family=loaded.family,
+        context_length=4096,
+        id="tiny",
+        now=lambda: 0.0,
+    )
+    call = ToolCall(id="c", name="look", arguments="{}")
+    result = Message(role="tool", text="R", call_id="c")
+    asked = Conversation(
+        messages=(Message(role="user", text="U"), Message(role="assistant", calls=(call,)), result)
+    )
+    opened = evolve(asked, messages=(*asked.messages, Message(role="assistant")), prefilled=True)
+    sampled = ids([loaded.template.stop_ids[0]])
+    deltas = [
+        (await prompts.prompt(each, (result,), sampled, threads=trio.CapacityLimiter(1))).delta
+        for each in (asked, opened)
+    ]
+    assert deltas[0] == deltas[1]
+
+
+async def test_long_prompt_in_thread(engine: HandEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prefill is rendered, and long arguments are looked at for notes, beside the event loop."""
+    here = stage(engine, context=100_000)
+    beside: list[bool] = []
+
+    def noted(*args: Any) -> tuple[str, ...]:
+        beside.append(current_thread() is not main_thread())
+        return ()
+
+    monkeypatch.setattr("polarnode.tokens.template.argument_notes", noted)
+    said = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"a": "b" * INLINE_CHARS}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
+    for messages in (
+        (USER, {"role": "assistant", "content": "1, 2," * INLINE_CHARS}),
+        (USER, {"role": "assistant", "content": [said]}, {"role": "user", "content": [result]}),
+    ):
+        engine.give("3", "<|im_end|>", finish="stop")
+        assert (await ask(here, MESSAGES, body(MESSAGES, *messages))).status == 200
+    assert beside == [True, True]
 
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
