@@ -358,7 +358,11 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens the model sampled in this session, without those of inherited turns."""
+        """Tokens the model sampled in this session, without those of inherited turns. Where it was read
+        without its turns, as groups of a stream are, the number is the recorded one.
+        """
+        if not self.turns and isinstance(recorded := self.metrics.get("sampled_tokens"), int):
+            return recorded
         return sum(len(turn.sampled) for turn in self.turns if turn.index >= self.inherited)
 
     @property

@@ -117,6 +117,7 @@ def test_a_trajectory_says_how_much_it_inherited(
         session_id="s-0", turn=asked, got=found, by="replay", differs=differs
     )
     assert whole.sampled_tokens == whole.trainable_tokens == whole.metrics["sampled_tokens"]
+    assert evolve(whole, turns=()).sampled_tokens == whole.sampled_tokens
     lineage: Any = whole.metrics["lineage"]
     assert lineage["turns"] == there - found
     assert lineage["left_out"] == {}
