@@ -17,7 +17,7 @@ comparison each.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from secrets import token_hex
 from time import thread_time
@@ -91,7 +91,7 @@ CONSTRAINT_NESTING: Final = 200  # brackets within each other, which compilers f
 # with the text, so that each letter is read once
 _LITERAL: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
 _QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|' + _LITERAL.pattern + r"|#[^\n]*", re.DOTALL)
-_REPEAT: Final = re.compile(r"[*+?]|\{\d")
+_REPEAT: Final = re.compile(r"(?<!\()[*+?]|\{\d")  # behind a bracket `?` says what kind of group it is
 # Bodies of one session that are read at once, in the longest one's size; and of all sessions together. What a
 # body takes of the node's share begins after its first bytes: a request of the usual size is never refused
 # because of another session.
@@ -143,42 +143,58 @@ def marks_of(body: bytes) -> int:
 
 def check_constraint(constraint: Constraint) -> None:
     """Raise Refused for a constraint that an engine would compile for longer than it answers."""
-    if len(constraint.text) > CONSTRAINT_CHARS:
-        raise Refused(
-            f"what the answer must match has {len(constraint.text)} characters: send at most"
-            f" {CONSTRAINT_CHARS}",
-            path=constraint.path,
-        )
-    if constraint.kind == "regex":
-        _check_repeats(_LITERAL.sub("", constraint.text), "the regular expression of the answer")
-    elif constraint.kind == "ebnf":
-        for rule in _QUOTED.sub("", constraint.text).split("::="):
-            _check_repeats(rule, "a rule of the answer's grammar")
-    waiting: list[Json] = [read_json(constraint.text.encode())] if constraint.kind == "json_schema" else []
+    fault = next(_constraint_faults(constraint), None)
+    if fault is not None:
+        raise Refused(fault, path=constraint.path)
+
+
+def _constraint_faults(constraint: Constraint) -> Iterator[str]:
+    text = constraint.text
+    if len(text) > CONSTRAINT_CHARS:
+        yield f"what the answer must match has {len(text)} characters: send at most {CONSTRAINT_CHARS}"
+    match constraint.kind:
+        case "regex":
+            yield from _repetition_faults(_LITERAL.sub("x", text), "the regular expression of the answer")
+        case "ebnf":
+            for rule in _QUOTED.sub("x", text).split("::="):
+                yield from _repetition_faults(rule, "a rule of the answer's grammar")
+        case "json_schema":
+            yield from _schema_faults(read_json(text.encode()))
+        case _:
+            assert_never(constraint.kind)
+
+
+def _schema_faults(schema: Json) -> Iterator[str]:
+    waiting = [schema]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, dict) and isinstance(pattern := value.get("pattern"), str):
-            _check_repeats(_LITERAL.sub("", pattern), "a pattern of the answer's JSON schema")
-        if isinstance(value, dict) and len(value) > CONSTRAINT_MEMBERS:
-            raise Refused(
+        if isinstance(value, list):
+            waiting += value
+        if not isinstance(value, dict):
+            continue
+        if len(value) > CONSTRAINT_MEMBERS:
+            yield (
                 f"the JSON schema of the answer has an object of {len(value)} members: give each at most"
-                f" {CONSTRAINT_MEMBERS}",
-                path=constraint.path,
+                f" {CONSTRAINT_MEMBERS}"
             )
-        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        of_names = value.get("patternProperties")
+        for pattern in (value.get("pattern"), *(of_names if isinstance(of_names, dict) else ())):
+            if isinstance(pattern, str):
+                yield from _repetition_faults(
+                    _LITERAL.sub("x", pattern), "a pattern of the answer's JSON schema"
+                )
+        waiting += value.values()
 
 
-def _check_repeats(text: str, what: str) -> None:
+def _repetition_faults(text: str, what: str) -> Iterator[str]:
     repeats, depth, deepest = len(_REPEAT.findall(text)), 0, 0
     for each in re.findall(r"[()]", text):
         depth += 1 if each == "(" else -1
         deepest = max(deepest, depth)
     if repeats > CONSTRAINT_REPEATS:
-        raise Refused(
-            f"{what} has {repeats} repetitions and optional parts: give it at most {CONSTRAINT_REPEATS}"
-        )
+        yield f"{what} has {repeats} repetitions and optional parts: give it at most {CONSTRAINT_REPEATS}"
     if deepest > CONSTRAINT_NESTING:
-        raise Refused(f"{what} has brackets {deepest} deep: nest them at most {CONSTRAINT_NESTING} deep")
+        yield f"{what} has brackets {deepest} deep: nest them at most {CONSTRAINT_NESTING} deep"
 
 
 def _chars(message: Message) -> int:

@@ -98,11 +98,14 @@ def test_a_constraint_that_compiles_for_ever_is_refused() -> None:
         ("regex", "(" * 201 + "a" + ")" * 201, "201 deep"),
         ("ebnf", 'root ::= "b"\nx ::= ' + '"a"* ' * 201, "201 repetitions"),
         ("json_schema", json.dumps({"items": {"pattern": "a+" * 300}}), "300 repetitions"),
+        ("json_schema", json.dumps({"patternProperties": {"a?" * 300: {}}}), "300 repetitions"),
+        ("json_schema", json.dumps({"propertyNames": {"pattern": "(" * 201}}), "201 deep"),
     ],
 )
 def test_repetitions_are_bounded(kind: str, text: str, sentence: str) -> None:
-    with pytest.raises(Refused, match=sentence):
-        check_constraint(Constraint(kind=kind, text=text))  # type: ignore[arg-type]
+    with pytest.raises(Refused, match=sentence) as caught:
+        check_constraint(Constraint(kind=kind, text=text, path="$.format"))  # type: ignore[arg-type]
+    assert caught.value.path == "$.format"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,7 @@ def test_repetitions_are_bounded(kind: str, text: str, sentence: str) -> None:
     [
         ("regex", r"[\w.+*?-]+@" + r"\*\+\?" * 500 + "[*+?{1]" * 500),
         ("ebnf", "\n".join(f'r{n} ::= "***" [+?*]* # a* b* c*' for n in range(500))),
+        ("regex", "(?:a|b)" * 500 + r"(\(|a)" * 500),
         ("regex", "[" * 60_000),
         ("ebnf", "a" * 60_000),
         ("ebnf", '"\\' * 20_000),
