@@ -44,8 +44,8 @@ class Harness:
     of its own left, so that it goes on with that conversation; the order's instruction is the message that it
     then adds. None: its pinned version cannot, or its first request is another than the session's next.
     `settles_s`: seconds after a request until what it keeps of the conversation is in its files.
-    `calls_first`: it runs no call of an answer that was cut, so it is told that such an answer ended with its
-    calls; other harnesses are told that it was cut.
+    `calls_first`: it does not go on from the calls of an answer that was cut, so it is told that such an
+    answer ended with its calls; other harnesses are told that it was cut.
     """
 
     name: str

@@ -162,8 +162,8 @@ def test_shell_tells_every_sdk_where_to_go() -> None:
 
 
 def test_who_runs_no_cut_call() -> None:
-    """Read from their code: OpenClaw's loop runs calls at `toolUse` alone, Codex takes an incomplete response
-    for a broken stream.
+    """OpenClaw's loop runs calls at `toolUse` alone (its code). Codex runs those of an incomplete response,
+    and then ends with exit code 1 without another request (measured with its pinned version).
     """
     found = {name for name, each in harnesses.HARNESSES.items() if each.calls_first}
     assert found == {"openclaw", "codex"}
