@@ -40,9 +40,26 @@ _ESCAPES = re.compile(
 )
 
 
-# a data URL's head, with its media type, and what follows it
-_DATA_URL = re.compile(r"data:([a-z]+/[a-zA-Z0-9.+-]+)(?:;[a-z]+=[^;,\s]+)*;base64,")
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}\s*")
+# A data URL in base64, with its media type. Programs that write base64 wrap it (76 columns) or escape its
+# slashes (JSON of PHP).
+_DATA_URL = re.compile(
+    r"data:([a-z]+/[a-z0-9.+-]+)?(?:;[a-z]+=[^;,\s\"]+)*;base64,"
+    r"[A-Za-z0-9+/_\\-]++={0,2}(?:\r?\n(?:[A-Za-z0-9+/]{60,}+|[A-Za-z0-9+/]++={1,2})(?=\s|\Z))*+",
+    re.IGNORECASE,
+)
+# such a URL that is all of a line, by itself or as a picture of Markdown
+_URL_LINE = re.compile(
+    rf"^([ \t]*)(?:{_DATA_URL.pattern}|!\[[^\]\n]*\]\({_DATA_URL.pattern}\))(?=[ \t]*\r?$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+# bytes of a part of MCP's or of a model's API, which stand beside their media type
+_MEDIA_TYPES = ("mimeType", "media_type", "mime_type")
+_NO_TEXT = ("image/", "audio/", "video/", "application/pdf", "application/octet-stream")
+_BYTES = ("data", "blob", "base64")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*")
+# bytes in one text of JSON whose spelling is kept, each of which is a search in all of it
+_SPELLED = 20
+_HINTS = (";base64,", *(f'"{name}"' for name in _MEDIA_TYPES))
 
 
 def read_body(body: bytes, shape: type[T], parts: ReadParts | None = None) -> tuple[T, tuple[str, ...]]:
@@ -215,33 +232,79 @@ def unseen(kind: str) -> str:
 
 
 def as_unseen(text: str) -> str:
-    """A tool's result whose whole text is a data URL, described as such a part is; any other unchanged. Its
-    base64 would be a token for each two characters.
+    """A tool's result without what would be a token for each two characters: a data URL that is all of it or
+    all of a line, and what stands so in a result that is JSON, are described as such a part is. All other
+    text is unchanged, a file's code with a data URL too: an agent edits it.
     """
-    found = _DATA_URL.match(text)
-    return text if found is None or not _BASE64.fullmatch(text, found.end()) else unseen(found[1])
+    if not any(hint in text for hint in _HINTS):
+        return text
+    whole = _json_as_unseen(text)
+    if whole is not None:
+        return whole
+    shown = _URL_LINE.sub(lambda found: found[1] + unseen(found[2] or found[3] or "data"), text)
+    lines = shown.split("\n")  # of a log, each of which may be JSON
+    if len(lines) == 1 or not any(hint in shown for hint in _HINTS):
+        return shown
+    return "\n".join(_json_as_unseen(line) or line for line in lines)
+
+
+def _json_as_unseen(text: str) -> str | None:
+    """A text of JSON with its bytes described, written as it was but for them; None where it is no object or
+    list of JSON.
+    """
+    if text.lstrip()[:1] not in ("{", "["):
+        return None
+    found: dict[str, str] = {}
+    try:
+        described = _described(orjson.loads(text.encode(errors="replace")), found)
+        if len(found) > _SPELLED:
+            return compact(described)
+        for old, new in found.items():
+            for spelling in (_spelled(old), old.replace("/", "\\/")):
+                text = text.replace(spelling, _spelled(new))
+        same = not found or orjson.loads(text.encode(errors="replace")) == described
+        return text if same else compact(described)
+    except (orjson.JSONDecodeError, RecursionError, Refused):
+        return None
+
+
+def _spelled(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def json_as_unseen(value: Json) -> Json:
-    """A tool's result as JSON, each string of it that is a data URL described. One that is nested too deeply
-    for that is unchanged: `compact` refuses it.
+    """A tool's result as JSON, each string of it that `as_unseen` changes described. One that is nested too
+    deeply for that is unchanged: `compact` refuses it.
     """
     try:
-        return _strings_as_unseen(value)
+        return _described(value, {})
     except RecursionError:
         return value
 
 
-def _strings_as_unseen(value: Json) -> Json:
+def _described(value: Json, found: dict[str, str]) -> Json:
+    """The value with its bytes described, each of which is put into `found`."""
     match value:
         case str():
-            return as_unseen(value)
+            new = as_unseen(value)
+            if new is not value and new != value:
+                found[value] = new
+            return new
         case list():
-            return [_strings_as_unseen(item) for item in value]
+            return [_described(item, found) for item in value]
         case dict():
-            return {key: _strings_as_unseen(item) for key, item in value.items()}
+            kind = next((name for key in _MEDIA_TYPES if isinstance(name := value.get(key), str)), "")
+            return {key: _member(key, item, kind, found) for key, item in value.items()}
         case _:
             return value
+
+
+def _member(key: str, item: Json, kind: str, found: dict[str, str]) -> Json:
+    """A member of an object that names this media type, or none."""
+    if key in _BYTES and isinstance(item, str) and kind.startswith(_NO_TEXT) and _BASE64.fullmatch(item):
+        found[item] = unseen(kind)
+        return found[item]
+    return _described(item, found)
 
 
 def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from attrs import validators
 
 from polarnode.core.codec import structure
 from polarnode.core.conversation import Message, Tool
@@ -103,10 +102,9 @@ def test_what_the_model_can_not_see_is_refused_with_its_path(
 
 
 def test_a_document_that_is_no_text_is_never_left_out_silently() -> None:
-    """Its shape refuses it with the path; this is the second check, in case a change loosens the first."""
+    """Its message refuses it with the path; this is the second check, in case a change loosens the first."""
     for source in ({"type": "url"}, {"type": "content", "content": [{"type": "image"}]}):
-        with validators.disabled():
-            shape = structure(document(source), DocumentBlock)
+        shape = structure(document(source), DocumentBlock)
         with pytest.raises(Refused, match="reads text only"):
             textual(shape)
 

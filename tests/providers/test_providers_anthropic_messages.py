@@ -228,7 +228,5 @@ def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
 @pytest.mark.parametrize(("role", "block"), [("user", {"type": "image"}), ("assistant", {"type": "image"})])
 def test_a_block_that_is_no_text_is_never_left_out_silently(role: str, block: dict[str, Any]) -> None:
     """Its shape refuses it with the path; this is the second check, in case a change loosens the first."""
-    with validators.disabled():
-        raw_messages = shapes({"role": role, "content": [block]})
-    with pytest.raises(Refused, match="reads text only"):
-        messages(None, raw_messages)
+    with validators.disabled(), pytest.raises(Refused, match="reads text only"):
+        messages(None, shapes({"role": role, "content": [block]}))

@@ -9,7 +9,7 @@ must not change. `is_error` adds nothing: harnesses report the error in the resu
 An unknown field is never a reason to refuse, because Claude Code answers a 400 by changing its prompt.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, assert_never
 
@@ -37,11 +37,8 @@ from polarnode.providers.anthropic.shapes import (
     MessagesRequest,
     NamedChoice,
     NotTextBlock,
-    OtherSource,
     RedactedThinkingBlock,
     ResultContent,
-    ResultContentSource,
-    ResultDocument,
     ResultPart,
     SearchResultBlock,
     ServerBlock,
@@ -57,7 +54,6 @@ from polarnode.providers.anthropic.shapes import (
     ToolShape,
     ToolUseBlock,
     UnseenBlock,
-    UnseenSource,
     UserBlock,
     UserMessage,
 )
@@ -93,7 +89,7 @@ def textual(block: TextualBlock) -> str:
         case SearchResultBlock():
             return paragraphs((block.title, block.source, *(part.text for part in block.content)))
         case DocumentBlock():
-            return paragraphs((block.title or "", block.context or "", *_source(block)))
+            return _document(block, told)
         case _:
             assert_never(block)
 
@@ -107,44 +103,43 @@ def result_text(content: ResultContent, later: Mapping[str, str]) -> str:
 
 def _result_part(part: ResultPart, later: Mapping[str, str]) -> str:
     match part:
-        case ResultDocument(source=source, title=title, context=context):
-            return paragraphs((title or "", context or "", *_result_source(source)))
+        case DocumentBlock():
+            return _document(part, described)
         case TextBlock(text=text):
             return as_unseen(text)
-        case ToolReferenceBlock(tool_name=name):
-            return paragraphs((f"Tool loaded: {name}", later.get(name, "")))
         case UnseenBlock(type=kind):
             return unseen(kind)
+        case ToolReferenceBlock(tool_name=name):
+            return paragraphs((f"Tool loaded: {name}", later.get(name, "")))
         case _:
             return textual(part)
 
 
-def _result_source(source: TextSource | ResultContentSource | UnseenSource) -> Iterator[str]:
+def _document(block: DocumentBlock, shown: Callable[[TextBlock | None, str], str]) -> str:
+    """A document with its title before it; `shown` is given its texts, and the kinds of what is no text."""
+    source = block.source
+    parts: tuple[TextBlock | UnseenBlock, ...] = ()
     match source:
-        case TextSource(data=data):
-            yield as_unseen(data)
-        case ResultContentSource(content=content):
-            for part in (TextBlock("text", content),) if isinstance(content, str) else content:
-                yield as_unseen(part.text) if isinstance(part, TextBlock) else unseen(part.type)
-        case UnseenSource():
-            yield unseen("document")
+        case TextSource(data=text) | ContentSource(content=str() as text):
+            parts = (TextBlock("text", text),)
+        case ContentSource(content=tuple() as parts):
+            pass
         case _:
-            assert_never(source)
+            return paragraphs((block.title or "", block.context or "", shown(None, "document")))
+    texts = (shown(part, "") if isinstance(part, TextBlock) else shown(None, part.type) for part in parts)
+    return paragraphs((block.title or "", block.context or "", *texts))
 
 
-def _source(block: DocumentBlock) -> Iterator[str]:
-    match block.source:
-        case TextSource(data=data):
-            yield data
-        case ContentSource(content=content):
-            for part in (TextBlock("text", content),) if isinstance(content, str) else content:
-                if isinstance(part, NotTextBlock):
-                    raise not_text(part.type)
-                yield part.text
-        case OtherSource():
-            raise not_text("document")
-        case _:
-            assert_never(block.source)
+def told(text: TextBlock | None, kind: str) -> str:
+    """A part of a user's message, which refuses, with a path, what is no text."""
+    if text is None:
+        raise not_text(kind)
+    return text.text
+
+
+def described(text: TextBlock | None, kind: str) -> str:
+    """A part of a tool's result, or beside one."""
+    return unseen(kind) if text is None else as_unseen(text.text)
 
 
 # ── messages ────────────────────────────────────────────────────────────
@@ -246,10 +241,16 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
     if not content:
         yield Message(role="user")  # one message per entry, even for an empty one
     texts: list[str] = []
+    # what is no text is described beside a result, and refused where there is none
+    shown = described if any(isinstance(block, ToolResultBlock) for block in content or ()) else told
     for block in content or ():
         match block:
-            case TextBlock() | DocumentBlock() | SearchResultBlock():
+            case TextBlock() | SearchResultBlock():
                 texts.append(textual(block))
+            case DocumentBlock():
+                texts.append(_document(block, shown))
+            case UnseenBlock():
+                texts.append(shown(None, block.type))
             case ToolReferenceBlock():
                 texts.append(result_text((block,), later))
             case ToolResultBlock():
@@ -260,8 +261,6 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
                     text=result_text(block.content, later),
                     call_id=inward(block.tool_use_id or "") or None,
                 )
-            case NotTextBlock():
-                raise not_text(block.type)
             case ServerBlock():
                 pass  # reported among the unused paths
             case _:

@@ -1,7 +1,7 @@
 """Anthropic Messages: the accepted JSON, as attrs classes. Unknown fields (`cache_control`, `citations`,
 betas) are accepted and not read.
 
-Content that the model would have to see and cannot (images, PDFs, files elsewhere) is refused by a validator.
+Content that the model would have to see and cannot (images, PDFs, files elsewhere) is refused as it is read.
 Blocks of tools that run on Anthropic's machines (`ServerBlock`, a tool without an `input_schema`) are dropped
 by the reader.
 """
@@ -12,7 +12,15 @@ from attrs import field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.providers.shapes import above_zero, at_least, no_empty_strings, some, text_only, within
+from polarnode.providers.shapes import (
+    above_zero,
+    at_least,
+    no_empty_strings,
+    not_text,
+    some,
+    text_only,
+    within,
+)
 
 
 @frozen
@@ -26,35 +34,10 @@ class NotTextBlock:
     type: Literal["image", "container_upload"] = field(validator=text_only)
 
 
-def _readable(_: object, __: object, kind: str) -> None:
-    raise Refused(f"this model reads text only: send the document as text, not as {kind}", path="$.type")
-
-
 @frozen
 class TextSource:
     type: Literal["text"]
     data: str
-
-
-@frozen
-class OtherSource:
-    """A PDF, or a source that would have to be fetched."""
-
-    type: Literal["base64", "url", "file"] = field(validator=_readable)
-
-
-@frozen
-class ContentSource:
-    type: Literal["content"]
-    content: str | tuple[TextBlock | NotTextBlock, ...]
-
-
-@frozen
-class DocumentBlock:
-    type: Literal["document"]
-    source: TextSource | ContentSource | OtherSource
-    title: str | None = None
-    context: str | None = None
 
 
 @frozen
@@ -122,38 +105,36 @@ class ToolReferenceBlock:
 
 @frozen
 class UnseenBlock:
-    """What is no text inside a tool result, where it is described."""
+    """What is no text. It is described inside a tool result and beside one. `audio` is a part of MCP's."""
 
-    type: Literal["image", "container_upload", "browser_state"]
+    type: Literal["image", "audio", "container_upload", "browser_state"]
 
 
 @frozen
 class UnseenSource:
-    """The source of such a document: a PDF, or what would have to be fetched."""
+    """A PDF, or a source that would have to be fetched."""
 
     type: Literal["base64", "url", "file"]
 
 
 @frozen
-class ResultContentSource:
-    """The blocks of such a document, pictures among them."""
+class ContentSource:
+    """The blocks of a document, pictures among them."""
 
     type: Literal["content"]
     content: str | tuple[TextBlock | UnseenBlock, ...]
 
 
 @frozen
-class ResultDocument:
-    """A document inside a tool result."""
-
+class DocumentBlock:
     type: Literal["document"]
-    source: TextSource | ResultContentSource | UnseenSource
+    source: TextSource | ContentSource | UnseenSource
     title: str | None = None
     context: str | None = None
 
 
 TextualBlock = TextBlock | DocumentBlock | SearchResultBlock
-ResultPart = TextBlock | ResultDocument | SearchResultBlock | ToolReferenceBlock | UnseenBlock
+ResultPart = TextualBlock | ToolReferenceBlock | UnseenBlock
 ResultContent = str | tuple[ResultPart, ...] | None
 
 
@@ -164,15 +145,37 @@ class ToolResultBlock:
     content: ResultContent = None
 
 
-UserBlock = TextualBlock | ToolResultBlock | ToolReferenceBlock | NotTextBlock | ServerBlock
+UserBlock = TextualBlock | ToolResultBlock | ToolReferenceBlock | UnseenBlock | ServerBlock
 AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | NotTextBlock | ServerBlock
 SystemContent = str | tuple[TextBlock, ...] | None
 
 
 @frozen
 class UserMessage:
+    """What the model cannot see is refused, but described beside a tool's result, whose part it is."""
+
     role: Literal["user"]
     content: str | tuple[UserBlock, ...] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        blocks = self.content if isinstance(self.content, tuple) else ()
+        if any(isinstance(block, ToolResultBlock) for block in blocks):
+            return
+        for index, block in enumerate(blocks):
+            _check_seen(block, f"$.content[{index}]")
+
+
+def _check_seen(block: UserBlock, path: str) -> None:
+    """Raise Refused, with its path, for what the model cannot see."""
+    if isinstance(block, UnseenBlock):
+        raise Refused(str(not_text(block.type)), path=path)
+    source = block.source if isinstance(block, DocumentBlock) else None
+    if isinstance(source, UnseenSource):
+        sentence = f"this model reads text only: send the document as text, not as {source.type}"
+        raise Refused(sentence, path=f"{path}.source.type")
+    if isinstance(source, ContentSource) and isinstance(source.content, tuple):
+        for index, part in enumerate(source.content):
+            _check_seen(part, f"{path}.source.content[{index}]")
 
 
 @frozen

@@ -56,9 +56,9 @@ class NotTextPart:
 
 @frozen
 class UnseenPart:
-    """Such a part in a tool's result, where it is described."""
+    """Such a part in a tool's result, where it is described. `image` and `audio` are MCP's."""
 
-    type: NotText
+    type: NotText | Literal["image", "audio"]
 
 
 Content = str | tuple[TextPartShape | RefusalPart | NotTextPart, ...] | None

@@ -42,13 +42,16 @@ from polarnode.providers.openai_responses.shapes import (
     SearchOutputItem,
 )
 from polarnode.providers.openai_responses.tools import Toolbox, describe_tools, full_name, shaped
-from polarnode.providers.shapes import as_unseen, compact, not_text, paragraphs, unseen
+from polarnode.providers.shapes import as_unseen, compact, json_as_unseen, not_text, paragraphs, unseen
 
 # ── items as messages ───────────────────────────────────────────────────────────────────────────────
 
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
 _NOT_TEXTS: Final = frozenset(
-    {"input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"}
+    {
+        *("input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"),
+        *("image", "audio"),  # of MCP
+    }
 )
 # OpenAI's own server encrypts an agent's message as a Fernet token
 _ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")
@@ -291,10 +294,10 @@ class Transcript:
         if isinstance(output, list) and any(
             isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output
         ):
-            return "\n".join(_streams(part) for part in output)
+            return "\n".join(as_unseen(_streams(part)) for part in output)
         if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
             return paragraphs(self._parts(shaped(output, tuple[PartShape, ...], path), path, of_tool=True))
-        return compact(output)
+        return compact(json_as_unseen(output))
 
     def _parts(self, content: Content, path: str, *, of_tool: bool = False) -> Iterator[str]:
         if isinstance(content, str):
@@ -310,7 +313,7 @@ class Transcript:
             if text is None and part.type not in _TEXTS:
                 self.ignored.append(f"{path}[{index}]")
             else:
-                yield text or ""
+                yield as_unseen(text or "") if of_tool else text or ""
 
 
 def _part_text(part: PartShape) -> str | None:
