@@ -5,9 +5,9 @@ Measured with 0.171.0. The config defines a provider `local`, because the built-
 first, compacts remotely and adds fields. A context overflow is fatal to Codex, so the true window is set and
 it compacts before that. The model's name decides the tools: an unknown name gives plain functions, `gpt-5.5`
 a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0. A
-`response.incomplete` ends it with exit code 1 and no further request (measured with 0.171.0 against a stub
-that says `max_output_tokens`, with text, calls, both and nothing): it runs the calls of that answer first, but
-their results never reach the model. So it is told that an answer with calls ended with them.
+`response.incomplete` ends it with exit code 1 and no further request (measured against a stub that says
+`max_output_tokens`, with text, calls, both and nothing): it runs the calls of that answer first, but their
+results never reach the model. So it is told that an answer with calls ended with them.
 """
 
 from polarnode.core.conversation import Json
