@@ -14,7 +14,7 @@ import pytest
 import xgrammar
 
 from polarnode.engine.embedded import compiling, grammar_process
-from polarnode.engine.embedded.compiling import SHARE, FairThreads, ForkedCompiler, TooCostly
+from polarnode.engine.embedded.compiling import SHARE, FairThreads, ForkedCompiler, NotStarted, TooCostly
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 INFO = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[0])
@@ -92,7 +92,7 @@ def test_endless_constraints_keep_nobody_waiting(
 
 
 def cut_off(future: "Future[Any]") -> bool:
-    return getattr(future, "too_costly", False)
+    return isinstance(getattr(future, "ended_by", None), TooCostly)
 
 
 def test_fork_that_ends_is_no_answer(compiler: ForkedCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +107,15 @@ def test_fork_that_ends_is_no_answer(compiler: ForkedCompiler, monkeypatch: pyte
         compiler.compile_regex(FOREVER)
     monkeypatch.undo()
     assert compiler.compile_regex("a")
+
+
+def test_program_that_does_not_start_is_no_fault_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
+    compiler, future = ForkedCompiler(INFO, lambda: False), Future[Any]()
+    compiling._settle(future, lambda: compiler.compile_regex("a"))
+    assert isinstance(getattr(future, "ended_by", None), NotStarted)
+    assert not future.done()
+    compiler.close()
 
 
 # ── turns ─────────────────────────────────────────────────────────────────────

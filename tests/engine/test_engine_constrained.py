@@ -8,6 +8,7 @@ An engine starts in some 15 seconds: the steps on a living one share it. What ru
 import json
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,10 @@ import polarnode
 from polarnode.core.conversation import Constraint
 from polarnode.core.errors import EngineError, EngineRefusal
 from polarnode.core.ports import Chunk, GenerateOrder
+from polarnode.engine.embedded.compiling import NotStarted, TooCostly
+from polarnode.engine.embedded.control import LATE_GRAMMAR, TOO_COSTLY, piece
 from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.protocol import Failed
 from polarnode.engine.settings import EngineSettings
 from polarnode.tokens.template import LoadedModel, load_model
 
@@ -133,6 +137,65 @@ def test_slow_step_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammar.copy()
     with pytest.raises(ValueError, match="costs too much"):
         grammar.accept_token(ord("a"))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_late_constraint_is_refused_once(known: bool) -> None:
+    """It waited behind others of its session: the next session that asks for it has it compiled."""
+    from polarnode.engine.embedded import grammars  # sglang: seconds, for this test alone
+
+    manager, key = waiting(grammars), ("regex", "a*")
+    late = queued(key)
+    if known:  # another session's was compiled meanwhile
+        manager.grammar_backend.set_cache(key, "compiled")
+    manager.grammar_queue = [late]
+    assert manager.get_ready_grammar_requests() == []
+    late.grammar_wait_ct = manager.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS
+    assert manager.get_ready_grammar_requests() == [late]
+    assert late.said[0].startswith(LATE_GRAMMAR)
+    assert manager.grammar_backend.cache.get(key) == ("compiled" if known else None)
+
+
+@pytest.mark.parametrize("error", [TooCostly(), NotStarted("no process")])
+def test_constraint_that_was_given_up_ends_at_once(error: Exception) -> None:
+    from polarnode.engine.embedded import grammars  # sglang: seconds, for this test alone
+
+    manager, req = waiting(grammars), queued(("regex", "a*"))
+    req.grammar.ended_by = error
+    manager.grammar_queue = [req]
+    assert manager.get_ready_grammar_requests() == [req]
+    end = piece("0" * 32, [], {"finish_reason": {"type": "abort", **req.finish()}})
+    assert isinstance(end, Failed)
+    machine = isinstance(error, NotStarted)
+    assert (end.retryable, end.refused) == (machine, not machine)
+    assert end.message == ("no process" if machine else TOO_COSTLY)
+    assert not manager.grammar_backend.cache
+
+
+def waiting(grammars: Any) -> Any:
+    """The manager of one rank, with nothing in its queue."""
+    manager = object.__new__(grammars.Grammars)
+    manager.__dict__.update(
+        pp_rank=0,
+        pp_size=1,
+        grammar_sync_size=1,
+        SGLANG_GRAMMAR_POLL_INTERVAL=0.001,
+        SGLANG_GRAMMAR_MAX_POLL_ITERATIONS=1000,
+        grammar_backend=grammars.LateBackend(TINY, vocab_size=1, stop_ids=frozenset()),
+    )
+    return manager
+
+
+def queued(key: tuple[str, str]) -> Any:
+    """A request whose constraint is being compiled."""
+    req = SimpleNamespace(grammar=Future(), grammar_key=key, grammar_wait_ct=0, finished=lambda: False)
+
+    def end(message: str, status_code: int = 400) -> None:
+        req.grammar, req.said = None, (message, status_code)
+
+    req.set_finish_with_abort = end
+    req.finish = lambda: {"message": req.said[0], "status_code": req.said[1]}
+    return req
 
 
 async def an_answer_is_json_of_its_schema(engines: Engines, model: LoadedModel) -> None:

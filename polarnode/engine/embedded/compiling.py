@@ -37,6 +37,10 @@ class TooCostly(Exception):
     """A constraint whose work was cut off. How long it would take is not the same for all ranks."""
 
 
+class NotStarted(Exception):
+    """The machine has no process for a constraint, whatever that is."""
+
+
 # ── threads ───────────────────────────────────────────────────────────────────
 
 
@@ -96,8 +100,8 @@ class FairThreads:
 def _settle(future: "Future[Any]", call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
-    except TooCostly:
-        future.too_costly = True  # type: ignore[attr-defined]  # it stays open: `Grammars` ends it on all ranks
+    except (TooCostly, NotStarted) as error:
+        future.ended_by = error  # type: ignore[attr-defined]  # it stays open: `Grammars` ends it on all ranks
     except BaseException as error:
         future.set_exception(error)
 
@@ -108,7 +112,7 @@ def _settle(future: "Future[Any]", call: Callable[[], Any]) -> None:
 @define(eq=False)
 class ForkedCompiler:
     """Stands for xgrammar's compiler: RuntimeError for a text that is no constraint, TooCostly for one that
-    is cut off.
+    is cut off, NotStarted where there is no process for it.
     """
 
     info: xgrammar.TokenizerInfo
@@ -198,26 +202,26 @@ class ForkedCompiler:
                         ours.close()
                         self._control.close()
                         self._control = None
-        raise RuntimeError("the process that compiles constraints does not start")
+        raise NotStarted("the process that compiles constraints does not start")
 
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            program = "polarnode.engine.embedded.grammar_process"
-            self._program = subprocess.Popen(
-                [sys.executable, "-m", program, str(number)],
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing
-            )
-        ours.settimeout(START_S)
-        send(ours, self.info.serialize_json().encode(errors="surrogatepass"))
+        program = "polarnode.engine.embedded.grammar_process"
         try:
+            with theirs:
+                number = theirs.fileno()
+                self._program = subprocess.Popen(
+                    [sys.executable, "-m", program, str(number)],
+                    pass_fds=[number],
+                    stdin=subprocess.DEVNULL,
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing
+                )
+            ours.settimeout(START_S)
+            send(ours, self.info.serialize_json().encode(errors="surrogatepass"))
             receive(ours)
         except (OSError, EOFError) as error:
             ours.close()
-            raise RuntimeError("the process that compiles constraints does not start") from error
+            raise NotStarted(f"the process that compiles constraints does not start: {error!r}") from error
         ours.settimeout(None)
         return ours
 

@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGrammarBackend
 from sglang.srt.runtime_context import get_parallel, get_serving
 
-from polarnode.engine.embedded.compiling import FairThreads, ForkedCompiler
-from polarnode.engine.embedded.control import AFTER, SESSION, TOO_COSTLY
+from polarnode.engine.embedded.compiling import FairThreads, ForkedCompiler, NotStarted
+from polarnode.engine.embedded.control import AFTER, LATE_GRAMMAR, SESSION, TOO_COSTLY
 from polarnode.engine.embedded.grammar_process import STEP_S
 from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 
@@ -67,12 +68,19 @@ class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
 
     def get_ready_grammar_requests(self) -> list[Any]:
         """SGLang ends on all ranks what one rank has waited for too long. So is what was cut off, which may
-        have been in time on another.
+        have been in time on another; and what the machine failed to compile, which is no fault of the text.
         """
+        failed: list[tuple[Any, str]] = []
         for req in self.grammar_queue:
-            if getattr(req.grammar, "too_costly", False):
+            error = getattr(req.grammar, "ended_by", None)
+            if error is not None:
                 req.grammar_wait_ct = self.SGLANG_GRAMMAR_MAX_POLL_ITERATIONS
-        return list(super().get_ready_grammar_requests())
+            if isinstance(error, NotStarted):
+                failed.append((req, str(error)))
+        ready = list(super().get_ready_grammar_requests())
+        for req, sentence in failed:
+            req.set_finish_with_abort(sentence, HTTPStatus.SERVICE_UNAVAILABLE)
+        return ready
 
     def _apply_request_reasoning_config(self, req: Any) -> None:
         """SGLang's own allows only ends of thoughts that its reasoning parser knows."""
@@ -96,6 +104,9 @@ class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
         self._loading = threading.Lock()  # the first loads the tokenizer for all
 
     def set_cache(self, key: tuple[str, str], value: BaseGrammarObject) -> None:
+        """Not of what was late: it may wait behind others of its session, and no other pays for that."""
+        if isinstance(value, InvalidGrammarObject) and value.error_message == LATE_GRAMMAR:
+            return
         super().set_cache(key, value)
         while len(self.cache) > KEPT:
             self.cache.popitem(last=False)
