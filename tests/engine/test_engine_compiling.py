@@ -4,7 +4,10 @@ costs too much is refused, and nobody waits for it.
 The program imports torch, for some seconds: the tests of it share one.
 """
 
+import fcntl
+import resource
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -107,6 +110,20 @@ def test_fork_that_ends_is_no_answer(compiler: ForkedCompiler, monkeypatch: pyte
         compiler.compile_regex(FOREVER)
     monkeypatch.undo()
     assert compiler.compile_regex("a")
+
+
+def test_answer_by_a_high_descriptor_is_seen() -> None:
+    """As in an engine of many GPUs, whose process holds more than a thousand."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.prlimit(0, resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1024)) as job:
+            theirs.send(b"g")
+            ForkedCompiler(INFO, lambda: False)._wait(job, -1)
+            assert job.recv(1) == b"g"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_program_that_does_not_start_is_no_fault_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:

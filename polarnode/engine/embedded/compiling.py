@@ -29,7 +29,7 @@ from polarnode.engine.embedded.grammar_process import COMPILE_S, COSTLY, FAULT, 
 WAITING_THREADS: Final = 4  # forks at once: each may take all of two cores
 SHARE: Final = 2  # of them, for one session
 HURRIED_S: Final = 3.0  # for a constraint while those of other sessions wait: thirty times what most take
-LOOK_S: Final = 0.1  # between looks at who waits
+LOOK_MS: Final = 100.0  # between looks at who waits
 START_S: Final = 60.0  # for the program to start: it imports torch, on a busy machine
 
 
@@ -177,7 +177,9 @@ class ForkedCompiler:
     def _wait(self, job: socket.socket, fork: int) -> None:
         """Return when the fork answers, or has ended. Raises TooCostly."""
         began, nice = time.monotonic(), False
-        while not select.select([job], [], [], LOOK_S)[0]:
+        answered = select.poll()  # not select: it takes no descriptor over 1023
+        answered.register(job, select.POLLIN)
+        while not answered.poll(LOOK_MS):
             spent = time.monotonic() - began
             if spent > COMPILE_S or (spent > HURRIED_S and self.hurried()):
                 raise TooCostly
