@@ -295,6 +295,9 @@ def _is_long(messages: Sequence[Message], prefill: str) -> bool:
 
 # chunks queued for a client; those that a slow client has not read wait in the engine's own queue
 OUTBOX: Final = 16
+# Repeats of a call that its client left, without a token in between, that cost no turn: clients ask ten times
+# at most (Claude Code), and one that always left would have turns without end.
+FREE_REPEATS: Final = 16
 
 
 @define(eq=False)
@@ -310,7 +313,7 @@ class ModelCall:
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _planned: Planned | None = field(default=None, init=False)
     _given: Turn | None = field(default=None, init=False)  # of a fork's parent, whose answer is given again
-    _charged: bool = field(default=True, init=False)  # its turns count against the budget of turns
+    _cut: CutCall | None = field(default=None, init=False)  # the same call before, whose client left
     _answered: bool = field(default=False, init=False)  # the response is an answer, not a fault
     _finished: bool = field(default=False, init=False)  # the last outgoing command is in the outbox
     # sent after the call has left its session: a whole response, or what the client of a cut stream is sent
@@ -372,8 +375,8 @@ class ModelCall:
         session, samples = self.incoming.session, self.incoming.request.choices
         # No checkpoint before the plan: no other call can spend the remaining budget in between.
         wall, undelivered = self.model.now(), self._attempt.take_over()
-        # what is asked again because its client left is one turn of the budget, and goes on at the last one
-        self._charged = charged = not isinstance(undelivered, CutCall)
+        self._cut = undelivered if isinstance(undelivered, CutCall) else None
+        charged = self._charged
         messages = self.incoming.request.conversation.messages
         refusal = session.refusal(messages, samples=samples, charged=charged)
         event: Event | None = Requested(
@@ -386,6 +389,13 @@ class ModelCall:
                     event = await self._carry_out(exchange, exchange.receive(event))
             finally:
                 self._settle(exchange)
+
+    @property
+    def _charged(self) -> bool:
+        """Whether its turns count against the budget of turns: what is asked again because its client left is
+        one turn of it, and goes on at the last one.
+        """
+        return self._cut is None or self._cut.repeats >= FREE_REPEATS
 
     def _terms(self, wall: float) -> Terms:
         incoming, session = self.incoming, self.incoming.session
@@ -572,8 +582,9 @@ class ModelCall:
                 session.commit(turn, charged=self._charged)
                 if resumable:
                     self._attempt.keep(CutCall(turn.index))
-                elif owed and self._attempt.response is None:
-                    self._attempt.keep(CutCall())
+                elif owed:
+                    cut = self._cut
+                    self._attempt.keep(CutCall() if cut is None else evolve(cut, repeats=cut.repeats + 1))
                 elif turn.refused:
                     self._attempt.delivered()  # a repeated mistake is another turn
             case KeepResponse(response):

@@ -45,10 +45,12 @@ class UndeliveredResponse:
 @frozen
 class CutCall:
     """A call whose client left before it was answered. `turn` is the index of its cut turn, from which the
-    same request may go on; None where it can only be asked anew.
+    same request may go on; None where it can only be asked anew. `repeats`: how often it was asked again, and
+    left again, without getting any further.
     """
 
     turn: int | None = None
+    repeats: int = 0
 
 
 # ── events ────────────────────────────────────────────────────────────

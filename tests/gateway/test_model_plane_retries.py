@@ -12,6 +12,7 @@ import trio.testing
 from plane_kit import Asgi, HandEngine, Stage, prompts, spelled, stage
 
 from polarnode.core.errors import EngineError, EngineRefusal
+from polarnode.gateway.call import FREE_REPEATS
 from polarnode.gateway.live_sessions import TWIN_S
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -388,6 +389,18 @@ async def test_repeated_drops_cost_one_turn(
     assert [turn.reason for turn in here.turns[2:]] == ["resumed"] * 3
     assert here.s1.counters.charged == 1
     assert b"budget" in (await ask(here, path, asked)).body
+
+
+@pytest.mark.parametrize(("said", "turns"), [({}, 1 + FREE_REPEATS + 1), ({"n": 2}, 2 * (1 + FREE_REPEATS))])
+async def test_endless_drops_spend_budget(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, said: dict[str, Any], turns: int
+) -> None:
+    """A client that leaves again and again, and never gets any further, does not ask for ever."""
+    here = stage(engine, max_turns=2)
+    for _ in range(FREE_REPEATS + 9):
+        await cut(here, engine, body(**said))
+    assert len(here.turns) == turns
+    assert here.s1.spent_clock == "turns"
 
 
 async def test_next_turn_after_drop_has_room(
