@@ -77,12 +77,19 @@ EXCEPTION = re.compile(
     r"^(?:E +)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE
 )
 TRACED = re.compile(r"^Traceback \(most recent call last\)|^E  ", re.MULTILINE)
+# What says that a test did not run, without a traceback: shells (bash, dash), Python, pytest, make, Node.
+UNRUN = re.compile(
+    r"^(.*: (?:command )?not found|.*: \[Errno 2\] No such file or directory|\S+: No module named .+"
+    r"|.*: [Ss]yntax error\b.*|ERROR: (?:file or directory )?not found: .*"
+    r"|make: \*\*\* (?:No .+|\[.+\] Error 12[67])|Error: Cannot find module .+)$",
+    re.MULTILINE,
+)
 
 
 @define(eq=False)
 class SameEnds:
-    """How the tests of a group's samples ended: all in the same traceback is a fault of the test more often
-    than of every sample.
+    """How the tests of a group's samples ended: all in the same traceback, or all without the same program or
+    module, is a fault of the test more often than of every sample.
     """
 
     _ends: dict[str, str | None] = field(factory=dict, init=False)  # by session, oldest first
@@ -98,18 +105,21 @@ class SameEnds:
         ends = [self._ends.pop(each["session_id"], None) for each in event.data["sessions"]]
         if len(ends) < 2 or ends[0] is None or len(set(ends)) > 1:
             return None
-        return f"the tests of all {len(ends)} samples ended in the same traceback: {harmless(ends[0])}"
+        what = "traceback" if EXCEPTION.match(ends[0]) else "line"
+        return f"the tests of all {len(ends)} samples ended in the same {what}: {harmless(ends[0])}"
 
 
 def exception_of(value: Mapping[str, Any]) -> str | None:
-    """The exception that a session's test ended in; None where it gave a reward, or ended otherwise."""
+    """The exception that a session's test ended in, or what it did not find; None where it gave a reward, or
+    ended otherwise.
+    """
     outcome, found = value["outcome"], (value.get("metrics") or {}).get("evaluation")
     said = found.get("output_tail") if isinstance(found, Mapping) else None
     if said is None and outcome.get("boundary") == "evaluator":
         said = outcome.get("reason")
-    if value.get("reward") or not isinstance(said, str) or not TRACED.search(said):
+    if value.get("reward") or not isinstance(said, str):
         return None
-    lines = EXCEPTION.findall(said)
+    lines = EXCEPTION.findall(said) if TRACED.search(said) else UNRUN.findall(said)
     return lines[-1].strip()[:LINE] if lines else None
 
 

@@ -22,6 +22,7 @@ from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ContentFault, EvaluatorError, SpoiltRuntime
 from polarnode.core.ports import LOST, Runtime, TimedProgram
+from polarnode.core.ports import NOT_RUN as UNRUN
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
 from polarnode.evaluators.contract import Finished
@@ -130,6 +131,9 @@ class Requests:
     separate: Separate
     user: str | None
     count: int = field(default=0, init=False)
+    ended_so: int | None = field(
+        default=None, init=False
+    )  # the last code of a program as if one were missing
 
     @property
     def clean(self) -> Runtime:
@@ -173,7 +177,16 @@ class Requests:
             )
         if max(len(ended.stdout), len(ended.stderr)) > DATA_BYTES:
             return _not_run(f"the program's output is longer than {DATA_BYTES >> 20} MiB")
+        if ended.exit_code in UNRUN and await self._there(request.argv[0]):
+            self.ended_so = ended.exit_code
         return ProgramReply(exit_code=ended.exit_code, stdout=ended.stdout, stderr=ended.stderr)
+
+    async def _there(self, name: str) -> bool:
+        """Whether the agent's container has a program, so that the exit code was its own choice."""
+        argv = ("sh", "-c", 'command -v -- "$1"', "sh", name)
+        look = TimedProgram(argv=argv, within_s=self.separate.program_timeout, keep=DATA_BYTES)
+        found = (await self.finished.clock.run(self.finished.left, look)).ended
+        return found is not None and found.exit_code == 0
 
 
 # ── a test apart ──────────────────────────────────────────────────────────────
@@ -193,7 +206,13 @@ async def judged(finished: Finished, separate: Separate | None, user: str | None
     await finished.runtime.put({AS_AGENT: SCRIPT.encode()}, user="0", mode=0o755)
     await finished.runtime.put({f"{SPOOL}/.keep": b""}, user=user)
     requests = Requests(finished=finished, separate=separate, user=user)
-    verdict = await finished.clock.beside(test, requests.attend)
+    try:
+        verdict = await finished.clock.beside(test, requests.attend)
+    except contract.TestNotRun:
+        if requests.ended_so is None:
+            raise
+        why = f"a program of the agent's ended with exit code {requests.ended_so}, and the test with it"
+        verdict = Verdict(reward=0.0, metrics={"reason": why})
     metrics: dict[str, Json] = {"programs": requests.count}
     if missing:
         metrics["missing_files"] = list(missing)

@@ -309,29 +309,44 @@ UNRUN = re.compile(
     r"(?:command not found|not found|No such file|Permission denied|Is a directory|cannot execute)",
     re.IGNORECASE,
 )
+# the script whose line that is, as shells say it before: "run.sh: line 3: " or "./run.sh: 3: "
+CALLER = re.compile(r"(?P<script>[^:\n]+): (?:line )?\d+: $")
+SHELLS = ("sh", "bash", "dash", "ash", "zsh")  # what they call themselves where the script has no name
+
+
+class TestNotRun(EvaluatorError):
+    """A test that ended as one whose program is missing."""
+
+    __test__ = False  # no test of pytest's
 
 
 def insist_run(finished: Finished, exit_code: int, output: str) -> dict[str, Json]:
-    """Raise EvaluatorError for a test without a reward that could not run: its exit code says so, and it
-    judged nothing. A program of the agent's that is not there is a failed test; return the metric that says
-    so.
+    """Raise TestNotRun for a test without a reward that could not run: its exit code says so, and it judged
+    nothing. A program of the agent's that is not there, or that runs one that is not, is a failed test:
+    return the metric that says so.
     """
     if exit_code not in NOT_RUN:
         return {}
-    found = [match["exec"] or match["name"] for match in UNRUN.finditer(output)]
-    if found and _of_the_agent(finished, found[-1]):
-        return {"reason": f"the test ran {found[-1]:.{NAME}}, which the agent did not leave as a program"}
+    found = list(UNRUN.finditer(output))
+    name = found[-1]["exec"] or found[-1]["name"] if found else ""
+    if "/" in name and _of_the_agent(finished, name):
+        return {"reason": f"the test ran {name:.{NAME}}, which the agent did not leave as a program"}
+    before = output[: found[-1].start()].rpartition("\n")[2] if found else ""
+    called = CALLER.match(before)
+    script = called["script"] if called else SHELLS[0]
+    if script not in SHELLS and _of_the_agent(finished, script):
+        return {"reason": f"{script:.{NAME}}, the agent's, ran {name:.{NAME}}, which is not there"}
     said = next(
         (line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing"
     )
-    raise EvaluatorError(f"the test ended with exit code {exit_code}: {NOT_RUN[exit_code]} ({said:.{LINE}})")
+    raise TestNotRun(f"the test ended with exit code {exit_code}: {NOT_RUN[exit_code]} ({said:.{LINE}})")
 
 
 def _of_the_agent(finished: Finished, program: str) -> bool:
     """Whether a program belongs to the workdir, and the task did not bring it."""
     workdir = finished.runtime.workdir
     path = normpath(codec.in_workdir(program, workdir))
-    return "/" in program and path.startswith(f"{workdir.rstrip('/')}/") and path not in finished.brought
+    return path.startswith(f"{workdir.rstrip('/')}/") and path not in finished.brought
 
 
 async def content(runtime: Runtime, path: str, *, limit: int) -> bytes | None:

@@ -186,6 +186,31 @@ def test_tests_that_end_in_one_traceback(events: list[Event], said: str | None) 
         )
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "/usr/bin/python3: No module named pytest",
+        "python3: can't open file '/work/test_a.py': [Errno 2] No such file or directory",
+        "sh: 2: eval: jq: not found",
+        "./test.sh: line 3: jq: command not found",
+        'sh: 1: eval: Syntax error: "fi" unexpected (expecting "then")',
+        "test.sh: line 1: syntax error near unexpected token `fi'",
+        "ERROR: file or directory not found: tests/test_a.py",
+        "make: *** No rule to make target 'test'.  Stop.",
+        "make: *** [Makefile:2: test] Error 127",
+        "Error: Cannot find module 'jest'",
+    ],
+)
+def test_tests_that_all_miss_a_program(said: str) -> None:
+    ends = watching.SameEnds()
+    events = of_tests(f"collecting\n{said}\n", f"{said}\n")
+    assert [ends.note(each) for each in events][-1] == (
+        f"the tests of all 2 samples ended in the same line: {said}"
+    )
+    passed = of_tests(f"{said}\n", f"{said}\n", reward=1.0)
+    assert [watching.SameEnds().note(each) for each in passed] == [None] * 3
+
+
 async def test_watch_tells_of_a_broken_test(tmp_path: Path) -> None:
     broken = {"evaluation": {"exit_code": 1, "output_tail": BROKEN}}
     async with open_plane(tmp_path / "journal") as plane:

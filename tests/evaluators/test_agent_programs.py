@@ -12,8 +12,10 @@ from evaluators_kit import finished
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import LOST, Ended, Runtime, TimedEnd, TimedProgram
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
+from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import agent_programs, registry
 from polarnode.evaluators.agent_programs import DATA_BYTES, SPOOL, Request, Requests, Separate, parse_request
+from polarnode.evaluators.contract import TestNotRun
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,17 @@ class Clean:
         await trio.lowlevel.checkpoint()
         self.files.update(files)
         self.order += files
+
+    async def run(self, argv: Any, **more: Any) -> Ended:
+        await trio.lowlevel.checkpoint()
+        return Ended(exit_code=0, stdout=b"", stderr=b"")
+
+
+@define(eq=False)
+class Left:
+    """The agent's container, of which a clock says how programs end."""
+
+    workdir: str = "/work"
 
 
 @define(eq=False)
@@ -121,6 +134,45 @@ async def test_requests_are_answered_in_order_and_up_to_a_number() -> None:
     clean.files[f"{SPOOL}/{asked.count + 1}"] = b"1\0x\0"
     assert await asked.attend()
     assert b"may run 10000 programs" in clean.files[f"{SPOOL}/10001.err"]
+
+
+@define(eq=False)
+class ListedClock(SaidClock):
+    """Each program ends as the next of a list says, and a test as one whose program is missing."""
+
+    ends: list[Ended] = field(factory=list)
+
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+        self.ended = self.ends.pop(0)
+        return await super().run(runtime, program)
+
+    async def beside(self, work: Any, attend: Any) -> Any:
+        assert await attend()
+        return await work()
+
+
+@pytest.mark.parametrize(("there", "reward"), [(0, 0.0), (127, None)])
+async def test_a_program_chooses_no_missing_test(there: int, reward: float | None) -> None:
+    ends = [Ended(exit_code=code, stdout=b"", stderr=b"") for code in (127, there)]
+    clean = Clean({f"{SPOOL}/1": b"1\0./prog\0"})
+    session = evolve(finished(clean, {}), clock=ListedClock(None, ends=ends), left=Left())  # type: ignore[arg-type]
+
+    async def test() -> Verdict:
+        await trio.lowlevel.checkpoint()
+        raise TestNotRun("the test ended with exit code 127")
+
+    async def judged() -> Verdict:
+        return await agent_programs.judged(session, Separate(), None, test)
+
+    if reward is None:
+        with pytest.raises(EvaluatorError, match="exit code 127"):
+            await judged()
+    else:
+        found = await judged()
+        assert (found.reward, found.metrics["reason"]) == (
+            reward,
+            "a program of the agent's ended with exit code 127, and the test with it",
+        )
 
 
 def test_the_script_writes_what_is_read(tmp_path: Path) -> None:

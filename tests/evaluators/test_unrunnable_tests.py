@@ -53,6 +53,17 @@ async def test_missing_work_fails_the_test(tmp_path: Path, script: str) -> None:
     assert "which the agent did not leave as a program" in str(verdict.metrics["reason"])
 
 
+@pytest.mark.parametrize("run", ["bash run.sh", "./run.sh", "sh ./run.sh"])
+async def test_scripts_of_the_agent_fail_the_test(tmp_path: Path, run: str) -> None:
+    (tmp_path / "run.sh").write_text("#!/bin/sh\njq-nosuch . answer.json\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    verdict = await scripted(tmp_path, run)
+    assert verdict.reward == 0.0
+    assert "run.sh, the agent's, ran jq-nosuch, which is not there" in str(verdict.metrics["reason"])
+    with pytest.raises(EvaluatorError, match=NOT_FOUND):
+        await scripted(tmp_path, run, f"{TESTBED}/run.sh")
+
+
 async def test_files_of_the_task_are_no_work(tmp_path: Path) -> None:
     (tmp_path / "check.sh").write_text("true\n")  # the mode that runs it was forgotten
     with pytest.raises(EvaluatorError, match=NOT_EXECUTED):
