@@ -24,7 +24,15 @@ from attrs import define, evolve, field
 
 from polarnode.core.codec.json import read_json
 from polarnode.core.codec.tasks import ADAPTER
-from polarnode.core.errors import ConfigError, Conflict, DiskFull, EngineError, PolarnodeError, Refused
+from polarnode.core.errors import (
+    ConfigError,
+    Conflict,
+    DiskFull,
+    EngineError,
+    PolarnodeError,
+    Refused,
+    shortened,
+)
 from polarnode.core.weights import AdapterReport, AdaptersState, AdapterState
 from polarnode.engine.checkpoints import (
     ADAPTER_HEAD,
@@ -44,6 +52,7 @@ VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,127}")
 # rank 64 of every linear layer of a 70B model is 1.7 GB in bfloat16, and twice that in float32
 MOST_BYTES: Final = 4 << 30
 COPIED: Final = 16 << 20  # bytes between looks at the disk's room: some 10 ms
+SHOWN_CHARS: Final = 200  # of the base that an adapter names, in a sentence: a path has fewer
 INCOMING: Final = ".incoming-"  # a folder that is not whole; no adapter's name begins so
 
 
@@ -248,10 +257,11 @@ class AdapterStore:
         updates = [served_of(row) for row in await self.weights.journal.weights(HISTORY)]
         named = await trio.to_thread.run_sync(_other_base, folder, updates, version, self.weights.model)
         if named is not None:
+            base = shortened(named, SHOWN_CHARS) or "a base that it does not name"
             raise Conflict(
-                f"this adapter was trained on {named or 'a base that it does not name'}, and the node serves"
-                f" the weights {version!r}: serve its base first (POST /v1/weights), or train it on what is"
-                " served and put that version into base_model_name_or_path of its configuration"
+                f"this adapter was trained on {base}, and the node serves the weights {version!r}: serve its"
+                " base first (POST /v1/weights), or train it on what is served and put that version into"
+                " base_model_name_or_path of its configuration"
             )
 
     async def _write_down(self, served: Served, began: float) -> None:
@@ -403,7 +413,8 @@ def _other_base(folder: Path, updates: Sequence[Served], version: str, model: st
 
 
 def _real(path: str | None) -> str:
-    return os.path.realpath(path) if path else ""
+    """The folder that a path leads to; the text itself where it is no path."""
+    return os.path.realpath(path) if path and "\0" not in path else path or ""
 
 
 def _digest(folder: Path) -> str:

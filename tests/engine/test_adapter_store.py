@@ -374,3 +374,18 @@ async def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
         assert (await send(plane, "a", "a-2", own)).status == 201
         [state] = (await told(plane))["adapters"]
         assert state["versions"] == ["a-2"]
+
+
+@pytest.mark.parametrize("base", ["ba\0se", "x" * 20_000])
+async def test_base_that_is_no_path_is_another_name(tmp_path: Path, base: str) -> None:
+    step = tmp_path / "step-9"
+    shutil.copytree(TINY_MODEL, step)
+    body = packed(write_adapter(tmp_path / "1", base_model_name_or_path=base))
+    async with opened(tmp_path) as plane:
+        await plane.update("9", disk(step))
+        answer = await send(plane, "a", "a-1", body)
+        assert answer.status == 409, answer.text
+        assert "the node serves the weights '9'" in answer.text
+        assert len(answer.text) < 1000
+        await plane.update("10", disk(TINY_MODEL))
+        assert (await send(plane, "a", "a-1", body)).status == 201
