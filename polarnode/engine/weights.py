@@ -182,6 +182,8 @@ class Weights:
     model: str
     warning: str | None = None
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
+    # a disk that hangs keeps the thread that looks at it: one, and none of those that all share
+    _opening: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
     _open: _Open | None = field(default=None, init=False)
     _updating: str | None = field(default=None, init=False)
     # the last that was committed, for a commit whose answer was lost
@@ -397,7 +399,9 @@ class Weights:
         path = "$.source.path"
         with trio.move_on_after(OPEN_S):
             try:
-                await trio.to_thread.run_sync(check_files, Path(order.source.path), abandon_on_cancel=True)
+                await trio.to_thread.run_sync(
+                    check_files, Path(order.source.path), abandon_on_cancel=True, limiter=self._opening
+                )
             except BadCheckpoint as error:
                 raise Refused(str(error), path=path) from None
             except OSError as error:

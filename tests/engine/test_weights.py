@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,6 +97,29 @@ async def test_what_can_not_be_is_refused(model: LoadedModel, tmp_path: Path) ->
             refused = await node.post("/v1/weights", body)
             assert (refused.status, refused.json()["error"]["path"]) == (400, path)
         assert engines.versions == ("0",)
+
+
+async def test_disk_that_hangs_keeps_no_shared_thread(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken, looks = threading.Event(), list[Path]()
+
+    def hang(path: Path) -> None:
+        looks.append(path)
+        woken.wait(120)
+
+    monkeypatch.setattr(weights_module, "check_files", hang)
+    monkeypatch.setattr(weights_module, "OPEN_S", 0.1)
+    try:
+        async with opened(model, tmp_path, hosts=1) as plane:
+            for _ in range(3):  # a trainer that tries again
+                refused = await plane.node.post("/v1/weights", new("1"))
+                assert refused.status == 400
+                assert "look at its disk" in refused.text
+            assert len(looks) == 1
+            assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+    finally:
+        woken.set()
 
 
 async def test_generation_is_held_and_let_go(model: LoadedModel, tmp_path: Path) -> None:
