@@ -209,7 +209,8 @@ def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
     """The conversation that the model had read and written when turn `index` ended; None if a turn of its
     line is missing or has no messages.
 
-    `turns` by their index. An answer that continued after a cut is one message, as its client saw it.
+    `turns` by their index. An answer that continued after a cut is one message, as its client saw it. One
+    that ended at a stop string has it: the model wrote that too, and reads it in the next prompt.
     """
     line = line_of(turns, index)
     if line is None:
@@ -235,6 +236,8 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
     message = turn.message
     if message is None:
         return
+    if turn.answer is not None and turn.answer.stop_string:
+        message = evolve(message, text=message.text + turn.answer.stop_string)
     goes_on = (
         before is not None
         and before.answer is not None

@@ -136,3 +136,17 @@ def test_what_words_cost_beside_tokens() -> None:
 
 def bare(turn: Turn) -> Turn:
     return evolve(turn, new_messages=None)
+
+
+def test_stop_string_is_in_the_words() -> None:
+    """The model wrote it, and reads it in the next prompt, whether or not the echo has it."""
+    for ends in ("", "END"):
+        session = Session()
+        pending = session.begin(ask(user()))
+        cut = evolve(session.answer(pending.plan, "one ", finish="stop_string"), stop_string="END")
+        session.end(pending, cut)
+        second, two = session.say(ask(user(), said(f"one {ends}"), user("more")), "two")
+        assert second.parent == 0
+        messages = (user(), said("one END"), user("more"), two)
+        assert talk(session) == Conversation(messages=messages, tools=(BASH,))
+        assert talk(session, 0) == Conversation(messages=messages[:2], tools=(BASH,))
