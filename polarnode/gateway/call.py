@@ -29,6 +29,7 @@ from polarnode.core.errors import Busy, EngineError, EngineRefusal, Refused
 from polarnode.core.ports import Chunk, Engine, Tokenizer, WithheldChunks
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import (
+    FREE_REPEATS,
     Abandon,
     Bookkeeping,
     Break,
@@ -295,9 +296,6 @@ def _is_long(messages: Sequence[Message], prefill: str) -> bool:
 
 # chunks queued for a client; those that a slow client has not read wait in the engine's own queue
 OUTBOX: Final = 16
-# Repeats of a call that its client left, without a token in between, that cost no turn: clients ask ten times
-# at most (Claude Code), and one that always left would have turns without end.
-FREE_REPEATS: Final = 16
 
 
 @define(eq=False)
@@ -375,6 +373,11 @@ class ModelCall:
         session, samples = self.incoming.session, self.incoming.request.choices
         # No checkpoint before the plan: no other call can spend the remaining budget in between.
         wall, undelivered = self.model.now(), self._attempt.take_over()
+        if isinstance(undelivered, CutCall) and undelivered.turn is not None and session.token_room == 0:
+            kept = session.cut_answer(undelivered.turn, self.responder.request_id, created=int(wall))
+            if kept is not None:
+                undelivered = kept
+                self._keep_books(KeepResponse(kept))
         self._cut = undelivered if isinstance(undelivered, CutCall) else None
         charged = self._charged
         messages = self.incoming.request.conversation.messages

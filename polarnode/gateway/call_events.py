@@ -5,6 +5,7 @@ A new event is added to `Event`, a new command to `Command`: mypy then names the
 """
 
 from array import array
+from typing import Final
 
 from attrs import field, frozen
 
@@ -16,6 +17,10 @@ from polarnode.core.trajectory import Turn
 from polarnode.merge.attach import Plan
 from polarnode.merge.token_extras import CallExtras
 from polarnode.providers.contract import STREAM_TYPE, Fault, ModelCallInfo, Reply
+
+# Repeats of a call that its client left, without a token in between, that cost no turn: clients ask ten times
+# at most (Claude Code), and one that always left would have turns without end.
+FREE_REPEATS: Final = 16
 
 
 @frozen(kw_only=True)

@@ -15,7 +15,7 @@ from sys import getsizeof
 from typing import Final, Literal
 
 import trio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from polarnode.core.conversation import Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.core.errors import Busy, ForkError
@@ -23,12 +23,13 @@ from polarnode.core.ports import GenerateOrder
 from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.call_events import CutCall, UndeliveredResponse
+from polarnode.gateway.call_events import FREE_REPEATS, CutCall, UndeliveredResponse
 from polarnode.gateway.inherited import InheritedAnswers
 from polarnode.gateway.known_histories import KnownHistories
 from polarnode.gateway.machine import SESSION_OVER
 from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.merge.attach import RESUMED, Plan
+from polarnode.merge.fingerprint import Path
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras
 from polarnode.providers.contract import Fault
@@ -406,8 +407,32 @@ class LiveSession:
         been restored from them.
         """
         self.lineages, self.inherited = lineages, inherited
+        # by request, how often an answer that its client did not get was asked for again without a token
+        # more: as when they ran, all of it is one turn of the budget
+        owed: dict[tuple[str, str, str], int] = {}
         for turn in turns:
-            self._note(turn, charged=turn.reason != RESUMED)
+            name = (turn.provider, Path.read(turn.before_key).agent, turn.request_key)
+            again = turn.reason == RESUMED or name in owed
+            self._note(turn, charged=not again or owed.get(name, 0) >= FREE_REPEATS)
+            if turn.state == "partial" and turn.request_key:
+                owed[name] = owed[name] + 1 if name in owed and not turn.sampled else 0
+            elif turn.state == "complete" or turn.refused:
+                owed.pop(name, None)
+
+    def cut_answer(self, index: int, name: str, *, created: int) -> UndeliveredResponse | None:
+        """What a cut turn sampled, under this name, as the answer to its request that comes again when no
+        token may be sampled any more, because other calls took them: it ends there.
+        """
+        turn = next((turn for turn in self.lineages.turns if turn.index == index), None)
+        if turn is None or turn.answer is None:
+            return None
+        return UndeliveredResponse(
+            id=name,
+            created=created,
+            signature=self.lineages.references.signature(index),
+            answers=(evolve(turn.answer, finish_reason="length"),),
+            usage=turn.usage,
+        )
 
     def inherited_answer(self, plan: Plan, order: GenerateOrder) -> Turn | None:
         """The turn of a fork's parent whose answer this call is given; None where the engine samples."""

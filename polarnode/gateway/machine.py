@@ -345,6 +345,8 @@ class Exchange:
             return
         data = self._shown(choice, sample.take(chunk, at))
         reason = sample.at_end or chunk.finish_reason
+        if reason == "abort" and sample.full:
+            reason = "length"
         if reason is None:
             yield from self._send(data)
         elif reason == "abort":
@@ -362,18 +364,24 @@ class Exchange:
             yield from self._send(data)
             return
         self.over = True
-        answers = tuple(sample.answer for sample in self._samples if sample.answer is not None)
-        call, usage = self._call, self._usage()
-        yield KeepResponse(
-            UndeliveredResponse(
-                id=call.id, created=call.created, signature=call.signature, answers=answers, usage=usage
-            )
-        )
+        whole, call = self._whole(), self._call
+        yield KeepResponse(whole)
         if self._writer is None:
-            yield from render_cached_response(self.terms.dialect, call, answers, usage)
+            yield from render_cached_response(self.terms.dialect, call, whole.answers, whole.usage)
         else:
-            yield Send(data + self._writer.end(answers, usage), self._writer.content_type)
+            yield Send(data + self._writer.end(whole.answers, whole.usage), self._writer.content_type)
             yield EndStream()
+
+    def _whole(self) -> UndeliveredResponse:
+        """The response with the answers of all samples."""
+        call = self._call
+        return UndeliveredResponse(
+            id=call.id,
+            created=call.created,
+            signature=call.signature,
+            answers=tuple(sample.answer for sample in self._samples if sample.answer is not None),
+            usage=self._usage(),
+        )
 
     def _failed(self, choice: int, error: EngineError | EngineRefusal, at: float) -> Iterator[Command]:
         if not self._samples:
@@ -406,11 +414,18 @@ class Exchange:
         yield from self._broken(fault)
 
     def _cut(self, at: float, fault: Fault | None) -> Iterator[Command]:
-        """End the call before its answer. `fault` is reported to the client; None when it has left."""
-        self.over = True
+        """End the call before its answer. `fault` is reported to the client; None when it has left.
+
+        A sample that has all its tokens is no cut one, though its end did not come: it could not go on, and
+        with a spent budget it could not be asked for again.
+        """
+        self.over, partial = True, False
         for _, sample in list(self._in_progress()):
-            sample.finish("abort")
-            yield self._record(sample, "partial", at)
+            partial = partial or not sample.full
+            sample.finish("length" if sample.full else "abort")
+            yield self._record(sample, "complete" if sample.full else "partial", at)
+        if self._samples and not partial and fault is None:
+            yield KeepResponse(self._whole())
         if not self._samples:
             yield from self._abandoned(fault)
         if fault is not None:

@@ -104,6 +104,11 @@ class Sample:
         return "tool_calls" if self.request.one_call and self.parser.calls else None
 
     @property
+    def full(self) -> bool:
+        """Whether it has all the tokens that it may have, so that nothing of a cut answer is missing."""
+        return self.used.max_tokens is not None and len(self.ids) >= self.used.max_tokens
+
+    @property
     def reads_each_token(self) -> bool:
         """Whether any token may end the answer before the engine does: then it must be read as it comes."""
         return bool(self.used.stop) or self.request.one_call

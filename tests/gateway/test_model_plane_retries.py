@@ -9,10 +9,10 @@ import pytest
 import trio
 import trio.lowlevel
 import trio.testing
-from plane_kit import Asgi, HandEngine, Stage, prompts, spelled, stage
+from plane_kit import Asgi, HandEngine, Stage, new_session, prompts, spelled, stage
 
 from polarnode.core.errors import EngineError, EngineRefusal
-from polarnode.gateway.call import FREE_REPEATS
+from polarnode.gateway.call_events import FREE_REPEATS
 from polarnode.gateway.live_sessions import TWIN_S
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -443,7 +443,7 @@ async def test_whole_answer_after_drop_is_one_turn(
 async def test_dropped_answer_keeps_its_tokens_of_budget(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
-    """What was sampled is spent, and what goes on has what is left; with nothing left it is refused."""
+    """What was sampled is spent, and what goes on has what is left; with nothing left it is the answer."""
     here = stage(engine, max_tokens=12, max_turns=1)
     await cut(here, engine, body(), "Half a ")
     half = len(here.turns[0].sampled)
@@ -452,6 +452,7 @@ async def test_dropped_answer_keeps_its_tokens_of_budget(
     assert engine.orders[-1].sampling.max_tokens == 12 - half
     spent = stage(engine, max_tokens=half, max_turns=1)
     await cut(spent, engine, body(), "Half a ")
+    assert b'"finish_reason":"length"' in (await ask(spent, CHAT, body())).body
     assert b"budget of" in (await ask(spent, CHAT, body())).body
 
 
@@ -532,3 +533,73 @@ async def test_lowered_limit_of_a_whole_answer(
     engine.give("loaf.", "<|im_end|>", finish="stop")
     again = await ask(here, MESSAGES, body(MESSAGES, max_tokens=64_000))
     assert b"Half a loaf." in again.body
+
+
+# ── at the end of the budget of tokens ────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+async def test_cut_exactly_at_the_budget(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, stream: bool
+) -> None:
+    """The client leaves when the last token of the budget came, and not its end: the answer is whole, and is
+    given again.
+    """
+    here = stage(engine, max_tokens=len(spelled("Half a ")))
+    there = path.replace("generate", "streamGenerate") if stream and "models" in path else path
+    await cut(here, engine, body(path, stream=stream), "Half a ", path=there)
+    again = await ask(here, there, body(path, stream=stream))
+    assert again.whole
+    assert again.status == 200
+    assert b"Half a" in again.body
+    said = {CHAT: b'"length"', MESSAGES: b'"max_tokens"', RESPONSES: b'"incomplete"'}
+    assert said.get(path, b'"MAX_TOKENS"') in again.body
+    (turn,) = here.turns
+    assert (turn.state, turn.finish_reason, here.s1.token_room) == ("complete", "length", 0)
+    assert (here.s1.metrics()["partial_turns"], len(engine.orders)) == (0, 1)
+    assert b"budget of" in (await ask(here, there, body(path, "other", stream=stream))).body
+
+
+async def test_aborted_exactly_at_the_limit(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    here = stage(engine)
+    engine.give("Half a ", finish="abort")
+    answer = await ask(here, CHAT, body(max_tokens=len(spelled("Half a "))))
+    assert (answer.status, json.loads(answer.body)["choices"][0]["finish_reason"]) == (200, "length")
+    assert [(turn.state, turn.finish_reason) for turn in here.turns] == [("complete", "length")]
+
+
+async def test_budget_that_others_spent(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
+    """What was sampled is the answer, cut, when a call beside it took the rest of the budget."""
+    here = stage(engine, max_tokens=len(spelled("Half a ", "Whole.")))
+    await cut(here, engine, body(MESSAGES), "Half a ", path=MESSAGES)
+    engine.give("Whole.", finish="length")
+    assert (await ask(here, MESSAGES, body(MESSAGES, "other"))).status == 200
+    again = json.loads((await ask(here, MESSAGES, body(MESSAGES))).body)
+    assert (again["content"][0]["text"], again["stop_reason"]) == ("Half a ", "max_tokens")
+    assert (len(here.turns), len(engine.orders)) == (2, 2)
+    assert "budget of" in (await ask(here, MESSAGES, body(MESSAGES))).body.decode()
+
+
+async def test_restored_session_has_spent_the_same(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
+    """What was asked again, gone on with or from the beginning, is one turn of it, as it was when it ran."""
+    here = stage(engine)
+    held = {"response_format": {"type": "json_object"}}  # a cut constraint can not go on
+    for text, said in (("a", {}), ("b", held), ("c", {})):
+        for _ in range(2):
+            await cut(here, engine, body(text=text, **said), "{")
+        engine.channel = trio.open_memory_channel[Any](100)
+        engine.fail(EngineError("the host died"))
+        assert (await ask(here, CHAT, body(text=text, **said))).status == 500
+        for _ in range(2):  # the second is another turn: the first was delivered
+            engine.channel = trio.open_memory_channel[Any](100)
+            engine.give("}", "<|im_end|>", finish="stop")
+            assert (await ask(here, CHAT, body(text=text, **said))).status == 200
+    ran, restored = here.s1.counters, new_session("again")
+    assert ran.charged == 6
+    restored.begin_with(here.turns, here.s1.lineages, inherited=0)
+    assert (restored.counters.charged, restored.counters.turns) == (ran.charged, ran.turns)
