@@ -2,6 +2,7 @@
 torchvision. The rest: test_engine_real.py.
 """
 
+import asyncio
 import subprocess
 import sys
 from array import array
@@ -26,6 +27,7 @@ from polarnode.engine.embedded.control import (
     request,
     routed,
 )
+from polarnode.engine.embedded.serving import Serving
 from polarnode.engine.protocol import Experts, Failed, Generate, Piece, Routed
 
 RID = "0" * 32
@@ -316,3 +318,32 @@ def test_the_host_refuses_to_share_a_session() -> None:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1
     assert "lead a session of its own" in ran.stderr
+
+
+@pytest.mark.parametrize(("adapter", "refused"), [("", True), ("a-1", True), ("a-2", False)])
+def test_what_sglang_finds_wrong_is_the_requests_fault(adapter: str, refused: bool) -> None:
+    """Also under an adapter, unless it is the adapter that SGLang has not."""
+
+    async def generate(**_: Any) -> None:
+        raise ValueError("logit_bias has a token that is none")
+
+    registry = SimpleNamespace(get_all_adapters=lambda: {"a-1": None})
+    engine = SimpleNamespace(
+        async_generate=generate,
+        tokenizer_manager=SimpleNamespace(lora_registry=registry),
+        server_args=SimpleNamespace(enable_session_radix_cache=False),
+    )
+    ours = control.Control(engine, version="0")
+    nothing: Any = None
+    host = Serving(engine, nothing, nothing, nothing, ours)
+    order = Generate(rid=RID, prompt=array("i", [1]).tobytes(), sampling={}, adapter=adapter)
+
+    async def answered() -> None:
+        ours.resumed.set()
+        await host._generate(order)
+
+    asyncio.run(answered())
+    (end,) = host._outbox
+    assert end == Failed(
+        rid=RID, message="logit_bias has a token that is none", retryable=False, refused=refused
+    )

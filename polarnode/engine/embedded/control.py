@@ -458,14 +458,20 @@ class Control:
 
     # ── adapters ──────────────────────────────────────────────────────────────
 
+    @property
+    def adapters(self) -> Mapping[str, Any]:
+        """Those that the engine holds, by name."""
+        found: Mapping[str, Any] = self._manager.lora_registry.get_all_adapters()
+        return found
+
     async def _unused(self, name: str) -> None:
         """Wait until no request samples by an adapter. SGLang waits too, but under the lock of every load;
         and requests that are frozen by a pause end after it, however long it lasts.
         """
         self._leaving.add(name)
-        registry = self._manager.lora_registry
-        while name in self._leaving and (known := registry.get_all_adapters().get(name)) is not None:
-            if not registry._counters[known.lora_id].value():  # private, and the only place that says it
+        counters = self._manager.lora_registry._counters  # private, and the only place that says it
+        while name in self._leaving and (known := self.adapters.get(name)) is not None:
+            if not counters[known.lora_id].value():
                 return
             await asyncio.sleep(UNUSED_INTERVAL)
 
@@ -479,7 +485,7 @@ class Control:
             self._leaving.discard(name)
             done = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
             manager.lora_ref_cache.pop(name, None)  # from which SGLang would load it again by itself
-        elif name in self._leaving and name in manager.lora_registry.get_all_adapters():
+        elif name in self._leaving and name in self.adapters:
             self._leaving.discard(name)
             return True, ""
         else:

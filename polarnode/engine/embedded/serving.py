@@ -143,7 +143,7 @@ class Serving:
             raise
         except ValueError as error:
             # an adapter that SGLang lost is no fault of who asks for it
-            refused = not order.adapter
+            refused = not order.adapter or order.adapter in self._control.adapters
             self.send(Failed(rid=order.rid, message=str(error), retryable=False, refused=refused))
         except Exception as error:  # an isolation edge: one request's fault must not end its siblings
             self.send(Failed(rid=order.rid, message=f"{type(error).__name__}: {error}", retryable=True))
