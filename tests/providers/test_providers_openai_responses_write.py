@@ -227,15 +227,18 @@ def test_14_8_what_can_not_is_said(kind: Any, code: str) -> None:
     stream = ResponseStream(CALL)
     stream.delta(GO)
     stream.delta(TextDelta("half"))
-    (event,) = events(stream.failed(Fault(kind=kind, message="Stop.")) or b"")
+    said = stream.failed(Fault(kind=kind, message="Stop."))
+    assert said is not None
+    (event,) = events(said.data)
     assert (event["type"], event["response"]["status"], event["response"]["error"]) == (
         "response.failed",
         "failed",
         {"code": code, "message": "Stop."},
     )
     assert [item["type"] for item in event["response"]["output"]] == ["function_call"]
-    alone = kinds(ResponseStream(CALL).failed(Fault(kind=kind, message="Stop.")) or b"")
-    assert alone == ["created", "in_progress", "failed"]
+    alone = ResponseStream(CALL).failed(Fault(kind=kind, message="Stop."))
+    assert alone is not None
+    assert kinds(alone.data) == ["created", "in_progress", "failed"]
 
 
 # ── compaction ────────────────────────────────────────────────────────────────

@@ -35,6 +35,7 @@ from polarnode.providers.contract import (
     Envelope,
     Fault,
     FaultKind,
+    LastWords,
     ModelCallInfo,
     Reply,
 )
@@ -149,9 +150,10 @@ class Node:
         sent = stream.keep_alive() + stream.start(prompt_tokens=10, cached_tokens=8)
         for delta in pieces(answer):
             sent += stream.delta(delta) + stream.keep_alive()
-        return sent + (
-            stream.end([answer], USAGE) if self.breaks is None else stream.failed(self.breaks) or b""
-        )
+        if self.breaks is None:
+            return sent + stream.end([answer], USAGE)
+        said = stream.failed(self.breaks)
+        return sent + (said.data if isinstance(said, LastWords) else said or b"")
 
 
 def _ok(body: bytes) -> Reply:

@@ -31,7 +31,7 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.providers import openai
-from polarnode.providers.contract import STREAM_TYPE, TRIED_AGAIN, Fault, ModelCallInfo, event
+from polarnode.providers.contract import STREAM_TYPE, TRIED_AGAIN, Fault, LastWords, ModelCallInfo, event
 from polarnode.providers.openai_responses.history import SealedContent, item_id, response_id, seal
 from polarnode.providers.openai_responses.shapes import Object
 
@@ -362,16 +362,17 @@ class ResponseStream:
         response = response_json(self.call, status=ended, output=self.items, usage=usage)
         return last + self._event(f"response.{ended}", response=response)
 
-    def failed(self, fault: Fault) -> bytes | None:
+    def failed(self, fault: Fault) -> LastWords | None:
         """Break the connection for a fault that can be retried: Codex, Pi and all others then repeat the
         request, while Pi ends its run on any error event. Other faults (the session is over, the context is
-        too long) are reported by `response.failed`, on which they stop or compact.
+        too long) are reported by `response.failed`, on which they stop or compact: Codex does so at the
+        stream's end, and forgets that event when the connection breaks.
         """
         error = in_stream(fault)
         if error is None:
             return None
         response = response_json(self.call, status="failed", output=self.items, error=error)
-        return self._opening() + self._event("response.failed", response=response)
+        return LastWords(self._opening() + self._event("response.failed", response=response))
 
     # ── text and thinking ─────────────────────────────────────────────────────
 
