@@ -426,7 +426,11 @@ class Journal:
         return self._writer.damage or self._writer.warning or self._full_sentence()
 
     def _full_sentence(self) -> str | None:
-        if os.statvfs(self.path.parent).f_flag & os.ST_RDONLY:
+        try:
+            flags = os.statvfs(self.path.parent).f_flag
+        except OSError as error:  # nobody who asks how the node is may fail by it
+            return f"the journal's disk does not answer ({error}): no new task is taken"
+        if flags & os.ST_RDONLY:
             return f"the journal's disk is read-only ({self.path.parent}): no new task is taken"
         # free pages of the file are reused first, through a write-ahead log beside it
         free = self._progress.disk_free + self._progress.free_bytes

@@ -1,9 +1,10 @@
 """A task that is submitted again: the same answer, or 409. One whose image is nowhere: refused."""
 
+import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import httpx2
@@ -73,6 +74,10 @@ def on_disk(*, free: int, flags: int = 0) -> SimpleNamespace:
     return SimpleNamespace(f_flag=flags, f_bavail=free, f_frsize=1)
 
 
+def gone(_: object) -> NoReturn:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 async def test_readiness_asks_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe that says ready where every task is refused sends them all to a full disk."""
     config = NodeConfig(engine="simulated", port=0, state_dir=str(tmp_path / "state"))
@@ -90,6 +95,9 @@ async def test_readiness_asks_the_journal(tmp_path: Path, monkeypatch: pytest.Mo
         assert "the journal's disk is read-only" in body["reason"]
         with pytest.raises(DiskFull):
             await node.submit(make_spec(task_id="t"), idempotency_key=None)
+        monkeypatch.setattr(journal_module.os, "statvfs", gone)
+        assert "the journal's disk does not answer" in (await probed())[1]["reason"]
+        assert node.figures()  # they are looked at in the background
         monkeypatch.undo()
         left = attrs.evolve(node.journal._progress, disk_free=TASK_DISK_FREE_BYTES - 1, free_bytes=0)
         node.journal._progress = left
