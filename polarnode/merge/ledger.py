@@ -19,7 +19,10 @@ from polarnode.merge.figures import shows_thinking
 from polarnode.merge.fingerprint import NONE, Path, advance, without_end
 
 _NOBODY: Final[tuple[int, ...]] = ()
-_NO_STOPS: Final[tuple[str, ...]] = ()
+_NO_STOPS: Final[Mapping[str, None]] = {}
+# The latest stop strings of answers to one path. A client has a handful; each costs a hash of the message
+# that may end with it, 1 ms for 1 MB, in the event loop.
+STOPS: Final = 16
 
 
 # A chain this long is walked in 20 us; beyond it a full copy is kept, so that a walk ends there. The
@@ -76,7 +79,7 @@ class Ledger:
     _thoughtful: set[int | None] = field(factory=set)
     # the stop strings at which the answers to a path ended; of no other place, for a client may send new ones
     # with every request
-    _stops: dict[str, list[str]] = field(factory=dict)
+    _stops: dict[str, dict[str, None]] = field(factory=dict)
     # what `written` says of some turns, oldest first, _FULL_COPIES at most
     _full: dict[int, bytes] = field(factory=dict)
 
@@ -100,7 +103,11 @@ class Ledger:
             self._bare[advance(path.bare, turn.message)] = turn.index
         if _stop_of(turn):
             for place in {path.key, path.bare, self._first_before(turn)}:
-                self._stops.setdefault(place, []).append(_stop_of(turn))
+                stops = self._stops.setdefault(place, {})
+                stops.pop(_stop_of(turn), None)
+                stops[_stop_of(turn)] = None
+                if len(stops) > STOPS:
+                    del stops[next(iter(stops))]
 
     def answered_with(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns whose path, answer included, has this key. More than one are twins: same text, other
@@ -110,7 +117,7 @@ class Ledger:
 
     def without_stops(self, before: str, message: Message) -> Iterator[tuple[str, Message]]:
         """The stop strings of answers to a path that a message ends with, and the message before each."""
-        for stop in dict.fromkeys(self._stops.get(before, _NO_STOPS)):
+        for stop in self._stops.get(before, _NO_STOPS):
             text = without_end(message.text, stop)
             if text is not None:
                 yield stop, evolve(message, text=text)

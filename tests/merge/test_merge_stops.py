@@ -14,6 +14,8 @@ from polarnode.core.conversation import Message, Sampling
 from polarnode.core.trajectory import Turn
 from polarnode.merge.builders import prefix_merging
 from polarnode.merge.figures import counted
+from polarnode.merge.fingerprint import Path
+from polarnode.merge.ledger import STOPS
 from polarnode.merge.lineage import Lineages
 
 STOP = "</code>"
@@ -115,6 +117,16 @@ def test_twins_with_other_stop_strings() -> None:
     assert next_after(session, said("kiwi</search>")).parent == 0
     assert next_after(session, said("kiwi</answer>")).parent == 1
     assert next_after(session, said("kiwi")).parent == 2
+
+
+def test_stop_strings_of_a_path_are_bounded() -> None:
+    """Each is looked for in a message of any length, and a client may send another with every request."""
+    session = Session()
+    for number in range(1, STOPS + 10):
+        turn, _ = stopped(session, ask(system(), user()), "kiwi", "b" * number)
+    found = list(session.lineages._ledger.without_stops(Path.read(turn.before_key).key, said("b" * 999)))
+    assert [len(stop) for stop, _ in found] == list(range(10, STOPS + 10))
+    assert next_after(session, said("kiwi" + "b" * (STOPS + 9))).parent == turn.index
 
 
 def test_goes_on_after_a_stop_string() -> None:
