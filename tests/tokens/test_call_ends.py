@@ -147,10 +147,11 @@ def test_cut_inside_a_value(cut: int) -> None:
 
 
 def test_readings_of_a_call_are_bounded() -> None:
+    """A closing mark after the last reading is text, although the call could go on to it."""
     closers = "\n</parameter>\n</function>\n</tool_call>"
-    paths, text, _, _ = read("function_xml", xml("a" + closers * 3 * READINGS) + END)
-    assert len(paths) == 1
-    assert len(paths[0] + text) > len(closers) * READINGS
+    (path,), text, _, _ = read("function_xml", xml("a" + closers * 3 * READINGS) + END)
+    assert path == "a" + closers * READINGS
+    assert text.count("</tool_call>") == 2 * READINGS
 
 
 @pytest.mark.parametrize("size", range(1, 9))
