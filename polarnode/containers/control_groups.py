@@ -4,10 +4,10 @@ Version 1 has a tree for each controller, version 2 one for all; `hybrid` is ver
 version 2 that holds some.
 """
 
+import errno
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -158,9 +158,12 @@ def freezer_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Path 
 
 def thaw(freezer: Path) -> None:
     """Let a group go on; nothing where it does, or is gone."""
-    with suppress(FileNotFoundError):
+    try:
         if freezer.read_text().strip() not in ("THAWED", "0"):
             freezer.write_text("THAWED" if freezer.name == "freezer.state" else "0")
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENODEV):  # before it was opened, and after
+            raise
 
 
 def control_group_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> ControlGroup:

@@ -2,11 +2,14 @@
 without systemd.
 """
 
+import errno
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from polarnode.containers.control_groups import ControlGroup, control_group_of
+from polarnode.containers.control_groups import ControlGroup, control_group_of, freezer_of, thaw
 
 ID = "0d4f"
 V1 = f"5:pids:/libpod_parent/libpod-{ID}\n4:memory:/libpod_parent/libpod-{ID}\n1:name=systemd:/libpod_parent/libpod-{ID}\n"
@@ -70,3 +73,52 @@ def test_sockets_are_bounded_where_they_are_not_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.kmem.tcp.limit_in_bytes").write_text("9223372036854771712")
     ControlGroup(tmp_path).limit_sockets()
     assert (tmp_path / "memory.kmem.tcp.limit_in_bytes").read_text() == str(64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("stat", "held"),
+    [
+        ("anon 5\nfile 70\nshmem 20\nfile_mapped 3\n", 25),
+        ("cache 70\nrss 1\nshmem 2\ntotal_cache 90\ntotal_rss 5\ntotal_shmem 20\n", 25),
+        (None, 0),
+    ],
+)
+def test_memory_without_files_of_a_disk(tmp_path: Path, stat: str | None, held: int) -> None:
+    if stat is not None:
+        (tmp_path / "memory.stat").write_text(stat)
+    assert ControlGroup(tmp_path).memory_held() == held
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "frozen", "thawed"),
+    [
+        (f"3:freezer:/c/{ID}\n{HYBRID}", f"freezer/c/{ID}/freezer.state", "FROZEN\n", "THAWED"),
+        (f"3:freezer:/c/{ID}\n{HYBRID}", f"freezer/c/{ID}/freezer.state", "FREEZING\n", "THAWED"),
+        (f"0::/c/{ID}\n", f"c/{ID}/cgroup.freeze", "1\n", "0"),
+    ],
+)
+def test_frozen_group_is_thawed(tmp_path: Path, text: str, place: str, frozen: str, thawed: str) -> None:
+    proc = cgroup_files(tmp_path / "proc", text)
+    assert freezer_of(7, root=tmp_path, proc=proc) is None
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text(frozen)
+    freezer = freezer_of(7, root=tmp_path, proc=proc)
+    assert freezer == tmp_path / place
+    thaw(freezer)
+    assert freezer.read_text() == thawed
+    freezer.unlink()
+    thaw(freezer)
+    assert not freezer.exists()
+
+
+def test_group_that_goes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = errno.ENODEV  # as the kernel says of a group that was removed since it was opened
+
+    def fails(_: Path) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    thaw(tmp_path / "cgroup.freeze")
+    number = errno.EIO
+    with pytest.raises(OSError, match="error"):
+        thaw(tmp_path / "cgroup.freeze")
