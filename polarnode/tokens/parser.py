@@ -34,6 +34,10 @@ _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between", "draft")
 # each time costs all that follows the mark, so that 32,000 such marks would hold the event loop for seconds.
 # Usual answers may have dozens of them; the last reading may exceed this by the answer itself
 READ_AGAIN: Final = 16_384
+# How many marks of an answer are read, those that are read again included; what follows is text, but for the
+# end of a thought and of the turn. A mark takes 20 us of the event loop, and an answer of 32,000 is noise: a
+# hundred calls of four arguments have 1,800, in the family that marks each of them (GLM).
+MARKS_READ: Final = 4_096
 _THOUGHT: Final[tuple[Mode, ...]] = ("thinking", "draft")
 
 
@@ -168,6 +172,7 @@ class Parser:
     _draft: _Draft | None
     _drafts: bool  # whether a thought may turn out to hold a call: not while that is tried
     _read_again: int
+    _marks: int
 
     def __init__(
         self,
@@ -188,6 +193,7 @@ class Parser:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._flow = Flow(stop)
         self._kept, self._draft, self._drafts, self._read_again = None, None, True, 0
+        self._marks = 0
         mode: Mode = "thinking" if opens_thinking else "header" if family.harmony else "text"
         self._writing = Writing(
             family=family,
@@ -285,7 +291,7 @@ class Parser:
 
     def _read(self, ids: "array[int]", told: Sequence[TokenLogprob] = ()) -> None:
         sampled = ids[:0] if self._over else ids
-        run, place, meant = bytearray(), 0, self._watched[self.mode]
+        run, place, meant = bytearray(), 0, self._meant
         while True:
             mark = _first(sampled, meant, place)
             # at once: a Python statement for each token would take most of a call's reading
@@ -298,12 +304,20 @@ class Parser:
             if self._is_mark(token, run, told[mark:place]):
                 if self._over:
                     break
-                meant = self._watched[self.mode]
+                meant = self._meant
             else:
                 self.thinking_tokens += self.mode in _THOUGHT
                 self._keep(sampled[mark:place], told[mark:place])
                 run += self._tokenizer.token_bytes(token)
         self._write(self._decoder.decode(bytes(run)))
+
+    @property
+    def _meant(self) -> frozenset[int]:
+        """The ids that mean something in this mode."""
+        if self._marks < MARKS_READ:
+            return self._watched[self.mode]
+        ends = {self._family.think_close} if self.mode in _THOUGHT else set()
+        return self._watched[self.mode] & ends.union(self._family.stop_ids)
 
     def _is_mark(self, token: int, run: bytearray, told: Sequence[TokenLogprob]) -> bool:
         """Handle a mark, once the text before it is written. Returns False if that text makes the mark text
@@ -311,6 +325,7 @@ class Parser:
 
         A character that a mark breaks in two is U+FFFD.
         """
+        self._marks += 1
         logprobs = [self._pending.pop()] if self._pending else []
         self._write(self._decoder.decode(bytes(run), final=True))
         self._pending.clear()

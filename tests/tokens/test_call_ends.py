@@ -221,6 +221,29 @@ def test_reading_again_is_bounded(
     assert counted.read < 2 * 6 * len(sampled)
 
 
+@pytest.mark.parametrize("name", ["json", "function_xml", "arg_xml"])
+@pytest.mark.parametrize("text", ["</tool_call>", "<tool_call></tool_call>", "<think></think>"])
+def test_marks_read_are_bounded(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows is text, streamed as at once, and the turn's end still ends it."""
+    monkeypatch.setattr(parser, "MARKS_READ", 50)
+    end = "<|user|>" if name == "arg_xml" else END
+    sampled, answers = TOYS[name].spelled(text * 500 + "hi" + end + "never"), []
+    for step in (len(sampled), 7):
+        reading = TOYS[name].parser(tools=(LOOK,))
+        for at in range(0, len(sampled), step):
+            reading.feed(sampled[at : at + step])
+        answers.append(reading.finish("stop").answer)
+        assert reading.malformed_calls <= 50
+    assert answers[0] == answers[1]
+    assert answers[0].text.endswith("hi")
+
+
+def test_thought_ends_after_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parser, "MARKS_READ", 50)
+    found = read("json", "a <tool_call>" * 99 + "</think>Yes." + END, opens_thinking=True)
+    assert (found[1], found[2].count("<tool_call>")) == ("Yes.", 99)
+
+
 # ── why a call could not be read ──────────────────────────────────────────────
 
 
