@@ -217,9 +217,7 @@ async def evaluated(
             judged = await _judged(containers, runtime, outcome, turns, prefetched, kept)
     except PolarnodeError as error:
         judged = error
-    if isinstance(
-        judged, ContentFault
-    ):  # what the run left would stand in the way of another attempt as well
+    if isinstance(judged, ContentFault):  # what the run left would stand in the way of another attempt too
         judged = EvaluatorError(str(judged))
     if judged is None:
         return _failed(
