@@ -124,7 +124,7 @@ REASONS: Final[Mapping[int, str]] = {
     429: "No capacity now: retry after `Retry-After` seconds.",
     500: "A bug of polarnode, or what the message explains.",
     503: "Unavailable now.",
-    507: "The journal's disk is full.",
+    507: "The journal's disk is full, read-only or failing: the sentence says which.",
 }
 _EVERY: Final = (400, 403, 500)
 _PLACE: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # of a name in a row's path

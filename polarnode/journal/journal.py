@@ -431,7 +431,8 @@ class Journal:
         except OSError as error:  # nobody who asks how the node is may fail by it
             return f"the journal's disk does not answer ({error}): no new task is taken"
         if flags & os.ST_RDONLY:
-            return f"the journal's disk is read-only ({self.path.parent}): no new task is taken"
+            why = refusal_of(OSError(errno.EROFS, os.strerror(errno.EROFS)), self.path.parent)
+            return f"{why}, no new task is taken"
         # free pages of the file are reused first, through a write-ahead log beside it
         free = self._progress.disk_free + self._progress.free_bytes
         if free < DISK_FREE_BYTES or self._progress.disk_free < WAL_KEPT_BYTES:

@@ -18,6 +18,7 @@ from pathlib import Path
 from attrs import define, evolve, field
 
 from polarnode.journal.damage import is_corrupt
+from polarnode.journal.disk import refusal
 from polarnode.journal.entries import Entry
 from polarnode.journal.retention import (
     Moment,
@@ -197,10 +198,8 @@ class Writer:
             # the low byte is the class of the error
             if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in HOPELESS:
                 return self._written_one_by_one(batch)
-            self.warning = (
-                f"the journal cannot be written ({error}): make room on its disk; what is running is kept in"
-                " memory"
-            )
+            why = refusal(self.path.parent) or "make room on its disk"
+            self.warning = f"the journal cannot be written ({error}): {why}"
             return False
         except Exception:  # an entry's own bug must not stop the journal of all others
             return self._written_one_by_one(batch)

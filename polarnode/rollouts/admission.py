@@ -104,25 +104,22 @@ def _try_launch(harness: Harness, spec: TaskSpec, model: str, context_length: in
 RETRY_AFTER_S: Final = 5.0
 
 
-def insist_writable(journal: JournalStatistics, full: str) -> None:
-    """Raise JournalDamaged where the journal's file is damaged, DiskFull with the sentence `full` where it
-    takes no more.
+def insist_writable(journal: JournalStatistics, then: str) -> None:
+    """Raise JournalDamaged where the journal's file is damaged, DiskFull where it takes no more, with what is
+    wrong with its disk and what to do `then`.
     """
     if journal.damage is not None:
         raise JournalDamaged(journal.damage)
     if journal.refuses_tasks:
-        raise DiskFull(full)
+        why = journal.warning or "the journal's disk is full: make room"
+        raise DiskFull(f"{why}; when that is over, {then}")
 
 
 def check_task(journal: JournalStatistics, *, pending: int, more: int, limit: int) -> None:
     """Raise DiskFull or Busy when a task of `more` sessions cannot be accepted now. `pending` sessions wait
     or run already, of at most `limit`.
     """
-    insist_writable(
-        journal,
-        "the journal's disk is full: free some, then submit again; sessions under way are kept in memory"
-        " meanwhile",
-    )
+    insist_writable(journal, "submit again; sessions under way are kept in memory meanwhile")
     if (reason := backpressure(journal, pending=pending, more=more, limit=limit)) is not None:
         raise Busy(reason, retry_after=RETRY_AFTER_S)
 
@@ -131,11 +128,7 @@ def check_capture(journal: JournalStatistics, *, count: int, limit: int) -> None
     """Raise DiskFull or Busy when no capture can be opened now. `count` captures are open already, of at most
     `limit`.
     """
-    insist_writable(
-        journal,
-        "the journal's disk is full: free some, then ask again; captures that are open are kept in memory"
-        " meanwhile",
-    )
+    insist_writable(journal, "ask again; captures that are open are kept in memory meanwhile")
     if count >= limit:
         raise Busy(
             f"{count} captures are open, as many as this node holds (capture_limit): end some",

@@ -352,7 +352,8 @@ class Captures:
         with trio.move_on_after(WRITTEN_S):
             await self.journal.flushed()
             return
-        raise DiskFull(f"the journal's disk is full or hangs; {meanwhile}: free some room, then ask again")
+        why = self.journal.statistics().warning or "the journal's disk is full or hangs: free some room"
+        raise DiskFull(f"{why}; {meanwhile}, then ask again")
 
     async def cancel(self, task_id: str) -> bool:
         """End all samples of a task of captures, including those never begun; each keeps its turns. False

@@ -107,8 +107,7 @@ class Evaluations:
             return evolve(found, created=False)
 
     async def _taken(self, spec: EvaluationSpec, idempotency_key: str | None) -> EvaluationStatus:
-        full = "the journal's disk is full: free some, then send the evaluation again"
-        insist_writable(self.journal.statistics(), full)
+        insist_writable(self.journal.statistics(), "send the evaluation again")
         if len(self._left) >= MOST_OPEN:
             raise Busy(f"{MOST_OPEN} evaluations are not finished: send it later", retry_after=RETRY_S)
         if spec.evaluator is not None:
