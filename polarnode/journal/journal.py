@@ -7,6 +7,7 @@ any of them. Each reader keeps its own position, and a slow reader delays no ses
 the writer's last commit, so they need no disk access. One process owns a journal while it has it open.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -33,6 +34,7 @@ from polarnode.journal import entries, pending_callbacks, queries
 from polarnode.journal.condition import consumer_records, statistics
 from polarnode.journal.copies import begin_entry
 from polarnode.journal.damage import Damages
+from polarnode.journal.disk import refusal_of
 from polarnode.journal.entries import (
     ROW_BYTES,
     Entry,
