@@ -475,24 +475,27 @@ def _verdict(package: Package, spec: Spec, ran: ProgramResult, patch: patches.Pa
         return Verdict(reward=0.0, metrics={**metrics, "reason": reason})
     report = graded(package, spec, log)
     resolved = bool(report["resolved"])
-    if not resolved and (missing := _no_program(report, log)):
+    if not resolved and (missing := _no_program(report, spec.script, log)):
         raise EvaluatorError(f"the instance's tests could not run: {NOT_RUN[127]} ({missing})")
     return Verdict(
         reward=float(resolved), metrics={**metrics, **_report_metrics(report), "resolved": resolved}
     )
 
 
-# what bash says in a script; a path is a file of the repository, which the agent's patch may have removed
-NO_PROGRAM = re.compile(r"^.*: line \d+: [^\s/:]+: command not found$", re.MULTILINE)
+# What bash says of the instance's script. Other scripts, and what is named by a path, may be of the agent's
+# patch.
+NO_PROGRAM = re.compile(
+    rf"^{re.escape(SCRIPT)}: line \d+: (?P<name>[^\s/:]+): command not found$", re.MULTILINE
+)
 
 
-def _no_program(report: Mapping[str, Any], log: str) -> str | None:
-    """The line of a program that was not found, where no test passed."""
+def _no_program(report: Mapping[str, Any], script: str, log: str) -> str | None:
+    """The line of a program that the script runs and that was not found, where no test passed."""
     status = report.get("tests_status") or {}
     if any(status[kind]["success"] for kind in KINDS if kind in status):
         return None
-    found = NO_PROGRAM.search(log)
-    return found and found[0][:NAME]
+    run = set(script.split())
+    return next((each[0][:NAME] for each in NO_PROGRAM.finditer(log) if each["name"] in run), None)
 
 
 def _log(package: Package, ran: ProgramResult) -> str:

@@ -150,6 +150,30 @@ def test_a_script_that_never_came_to_its_tests_is_the_images_fault() -> None:
         verdict_of("conda: not found\n", exit_code=127)
 
 
+def missing(said: str) -> Verdict:
+    """Where nothing ran between the marks, but for what is said."""
+    package = swebench.load()
+    return verdict_of(f"{package.start}\n{said}: command not found\n{package.end}\n")
+
+
+def test_program_that_its_script_misses() -> None:
+    with pytest.raises(EvaluatorError, match=r"could not run: a program was not found in its image .*: git:"):
+        missing(f"{swebench.SCRIPT}: line 12: git")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"{swebench.SCRIPT}: line 12: ./tests/runtests.py",
+        f"{swebench.SCRIPT}: line 12: jq",
+        "build.sh: line 3: git",
+        f"  {swebench.SCRIPT}: line 12: git",
+    ],
+)
+def test_program_that_a_patch_misses(said: str) -> None:
+    assert missing(said).reward == 0.0
+
+
 def test_tests_out_of_time_are_worth_nothing() -> None:
     assert (
         verdict_of(django_log(), timed_out=True, exit_code=124).metrics["reason"]
