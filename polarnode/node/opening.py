@@ -205,6 +205,7 @@ async def open_node(
                 with rare_collections(), spawning_at_once():
                     async with (
                         open_loop_lag() as lag,
+                        open_background(partial(_end_when_damaged, journal, scheduler)),
                         _open_evaluations(config, journal, scheduler) as evaluations,
                         open_captures(config, journal, scheduler, served, plane.recordings) as captures,
                     ):
@@ -392,10 +393,7 @@ async def _open_evaluations(
     config: NodeConfig, journal: Journal, scheduler: Scheduler
 ) -> AsyncIterator[Evaluations]:
     evaluations = Evaluations(services=scheduler.services, journal=journal, workers=config.post_limit)
-    async with (
-        open_background(evaluations.run),
-        open_background(partial(_end_when_damaged, journal, scheduler)),
-    ):
+    async with open_background(evaluations.run):
         yield evaluations
 
 
