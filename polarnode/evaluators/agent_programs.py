@@ -197,7 +197,14 @@ Test = Callable[[], Awaitable[Verdict]]
 async def judged(finished: Finished, separate: Separate | None, user: str | None, test: Test) -> Verdict:
     """The test's verdict. With `separate` the test runs apart from the agent, and can use `as-agent`."""
     if separate is None:
-        return await test()
+        try:
+            return await test()
+        except contract.TestNotRun as error:
+            unrun = error
+        verdict = await contract.spoilt(finished, unrun)
+        if verdict is None:
+            raise unrun
+        return verdict
     if finished.left is finished.runtime:
         raise EvaluatorError("separate needs a clean container beside the agent's")
     await finished.prepare()

@@ -10,17 +10,19 @@ container's own `timeout` limits a program; in an image without one only the pos
 """
 
 import re
+from base64 import b64decode
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from posixpath import normpath
 from typing import TypeGuard, TypeVar
 
-from attrs import frozen
+from attrs import field, frozen
 
 from polarnode.core import codec
 from polarnode.core.codec.limits import REWARD
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ContentFault, EvaluatorError, Refused
 from polarnode.core.ports import NOT_RUN, Clock, Judge, Runtime
+from polarnode.core.task import FileSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 
 # ── evaluator ──────────────────────────────────────────────────────────────────
@@ -50,7 +52,7 @@ class Finished:
     task's `eval_prepare` in `runtime`. An evaluator with `copies=False` and a fresh runtime awaits it after
     moving the agent's work there; for any other it has already run. `kept`: of a session that is evaluated
     again, what `left` has of it; None: all. `brought`: absolute paths of the files that the task brings,
-    which are not the agent's work.
+    which are not the agent's work, and what they were.
     """
 
     runtime: Runtime
@@ -64,7 +66,7 @@ class Finished:
     metadata: Mapping[str, Json]
     prepare: Callable[[], Awaitable[None]] = _prepared
     kept: Kept | None = None
-    brought: frozenset[str] = frozenset()
+    brought: Mapping[str, FileSpec] = field(factory=dict)
 
 
 Evaluate = Callable[[Finished], Awaitable[Verdict]]
@@ -315,9 +317,15 @@ SHELLS = ("sh", "bash", "dash", "ash", "zsh")  # what they call themselves where
 
 
 class TestNotRun(EvaluatorError):
-    """A test that ended as one whose program is missing."""
+    """A test that ended as one whose program is missing. `files`: those that the task brought and that the
+    test's output names.
+    """
 
     __test__ = False  # no test of pytest's
+
+    def __init__(self, sentence: str, files: tuple[str, ...] = ()) -> None:
+        super().__init__(sentence)
+        self.files = files
 
 
 def insist_run(finished: Finished, exit_code: int, output: str) -> dict[str, Json]:
@@ -339,7 +347,26 @@ def insist_run(finished: Finished, exit_code: int, output: str) -> dict[str, Jso
     said = next(
         (line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing"
     )
-    raise TestNotRun(f"the test ended with exit code {exit_code}: {NOT_RUN[exit_code]} ({said:.{LINE}})")
+    named = (normpath(codec.in_workdir(each, finished.runtime.workdir)) for each in (name, script))
+    raise TestNotRun(
+        f"the test ended with exit code {exit_code}: {NOT_RUN[exit_code]} ({said:.{LINE}})",
+        tuple(path for path in named if path in finished.brought),
+    )
+
+
+async def spoilt(finished: Finished, error: TestNotRun) -> Verdict | None:
+    """The verdict of a test that did not run because the agent removed or changed a file of the task's; None
+    where the task's files are as they were brought.
+    """
+    for path in error.files:
+        given = finished.brought[path]
+        was = (given.text or "").encode() if given.base64 is None else b64decode(given.base64)
+        there = await content(finished.runtime, path, limit=len(was) + 1)
+        runs = await finished.runtime.run(["test", "-x", path]) if given.mode & 0o111 else None
+        if there != was or (runs is not None and runs.exit_code != 0):
+            why = f"the test ran {path:.{NAME}}, which the agent removed or changed"
+            return Verdict(reward=0.0, metrics={"reason": why})
+    return None
 
 
 def _of_the_agent(finished: Finished, program: str) -> bool:

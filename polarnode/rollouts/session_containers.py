@@ -78,9 +78,7 @@ def finished(
         instruction=spec.instruction,
         config=spec.evaluator.config,
         metadata=spec.metadata,
-        brought=frozenset(
-            normpath(codec.in_workdir(each.path, runtime.workdir)) for each in spec.runtime.files
-        ),
+        brought={normpath(codec.in_workdir(each.path, runtime.workdir)): each for each in spec.runtime.files},
     )
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import attrs
 import pytest
+import trio
 from evaluators_kit import finished
 from shell_runtime import TESTBED, ShellRuntime
 
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Ended
+from polarnode.core.task import FileSpec
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import command, harbor, patches, program_cases
 from polarnode.evaluators import test_on_output as on_output
@@ -19,11 +21,13 @@ from polarnode.evaluators.contract import ProgramResult
 
 NOT_FOUND = "exit code 127: a program was not found in its image"
 NOT_EXECUTED = "exit code 126: a program could not be executed"
+GIVEN = "#!/bin/sh\njq-nosuch . answer.json\n"
 
 
 async def scripted(folder: Path, script: str, *brought: str, **config: Any) -> Verdict:
     done = finished(ShellRuntime(folder=folder), {"script": script, **config})
-    return await command.evaluate(attrs.evolve(done, brought=frozenset(brought)))
+    files = {path: FileSpec(path=path, text=GIVEN, mode=0o755) for path in brought}
+    return await command.evaluate(attrs.evolve(done, brought=files))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,7 @@ async def test_missing_work_fails_the_test(tmp_path: Path, script: str) -> None:
 
 @pytest.mark.parametrize("run", ["bash run.sh", "./run.sh", "sh ./run.sh"])
 async def test_scripts_of_the_agent_fail_the_test(tmp_path: Path, run: str) -> None:
-    (tmp_path / "run.sh").write_text("#!/bin/sh\njq-nosuch . answer.json\n")
+    (tmp_path / "run.sh").write_text(GIVEN)
     (tmp_path / "run.sh").chmod(0o755)
     verdict = await scripted(tmp_path, run)
     assert verdict.reward == 0.0
@@ -64,9 +68,37 @@ async def test_scripts_of_the_agent_fail_the_test(tmp_path: Path, run: str) -> N
 
 
 async def test_files_of_the_task_are_no_work(tmp_path: Path) -> None:
-    (tmp_path / "check.sh").write_text("true\n")  # the mode that runs it was forgotten
+    check = tmp_path / "check.sh"
+    check.write_text("true\n")  # the mode that runs it was forgotten
+    done = finished(ShellRuntime(folder=tmp_path), {"script": "./check.sh"})
+    given = {f"{TESTBED}/check.sh": FileSpec(path="check.sh", text="true\n")}
     with pytest.raises(EvaluatorError, match=NOT_EXECUTED):
-        await scripted(tmp_path, "./check.sh", f"{TESTBED}/check.sh")
+        await command.evaluate(attrs.evolve(done, brought=given))
+
+
+@pytest.mark.parametrize(
+    ("run", "act"),
+    [
+        ("./check.sh", "rm check.sh"),
+        ("bash check.sh", "rm check.sh"),
+        ("./check.sh", "chmod 644 check.sh"),
+        ("./check.sh", "echo '#!/nosuch/sh' > check.sh"),
+        ("./check.sh", "echo 'other-nosuch' > check.sh"),
+    ],
+)
+async def test_spoilt_files_of_the_task_fail_it(tmp_path: Path, run: str, act: str) -> None:
+    check = tmp_path / "check.sh"
+    check.write_text(GIVEN)
+    check.chmod(0o755)
+    path = f"{TESTBED}/check.sh"
+    with pytest.raises(EvaluatorError, match="jq-nosuch"):
+        await scripted(tmp_path, run, path)
+    await trio.run_process(act, shell=True, cwd=tmp_path)
+    verdict = await scripted(tmp_path, run, path)
+    assert (verdict.reward, verdict.metrics["reason"]) == (
+        0.0,
+        f"the test ran {path}, which the agent removed or changed",
+    )
 
 
 async def test_a_zero_written_first_is_no_judgement(tmp_path: Path) -> None:
