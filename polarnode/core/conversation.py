@@ -56,17 +56,18 @@ class Message:
     thinking: str = ""
     refs: tuple[str, ...] = field(default=(), metadata=json_key(None))
 
-    def joined(self, more: "Message") -> "Message":
-        """This message and another as one, for a client that shows one assistant turn as two messages. Each
-        reference appears once, because all parts of an answer carry it.
+    def joined(self, *others: "Message") -> "Message":
+        """This message and those that follow it as one, for a client that shows one assistant turn as several
+        messages. Each reference appears once, because all parts of an answer carry it.
         """
+        parts = (self, *others)
         return Message(
             role=self.role,
-            text=self.text + more.text,
-            calls=self.calls + more.calls,
+            text="".join(part.text for part in parts),
+            calls=tuple(call for part in parts for call in part.calls),
             call_id=self.call_id,
-            thinking=self.thinking + more.thinking,
-            refs=tuple(dict.fromkeys(self.refs + more.refs)),
+            thinking="".join(part.thinking for part in parts),
+            refs=tuple(dict.fromkeys(ref for part in parts for ref in part.refs)),
         )
 
 

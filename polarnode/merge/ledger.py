@@ -7,7 +7,6 @@ than its children.
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
 from typing import Final
 
 from attrs import define, evolve, field
@@ -189,8 +188,8 @@ class Ledger:
 
     def _merged(self, turn: Turn, *, stops: bool = False) -> Message:
         *earlier, last = reversed(self._halves(turn))
-        shown = [_answer_message(half, stop=stops) for half in earlier]
-        return reduce(Message.joined, [*shown, _answer_message(last)])
+        first, *others = [*(_answer_message(half, stop=stops) for half in earlier), _answer_message(last)]
+        return first.joined(*others)
 
     def _first_before(self, turn: Turn) -> str:
         """The path that an answer began at, which a client shows as one message."""

@@ -8,8 +8,9 @@ without a path it names the object, with one it names a field of it.
 
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import groupby
 from typing import Any, TypeVar, cast
 
 import attrs
@@ -18,7 +19,7 @@ import orjson
 
 from polarnode.core.codec.json import dump_json, read_json, structure
 from polarnode.core.codec.limits import COUNT, SEED, STOP_CHARS, STOPS
-from polarnode.core.conversation import Json
+from polarnode.core.conversation import Json, Message
 from polarnode.core.errors import Refused
 from polarnode.providers.read_parts import ReadParts
 
@@ -317,6 +318,16 @@ def paragraphs(texts: Iterable[str]) -> str:
     text.
     """
     return "\n".join(text for text in texts if text)
+
+
+def whole_answers(messages: Iterable[Message]) -> Iterator[Message]:
+    """The messages, those of the assistant that stand beside each other as one."""
+    for role, run in groupby(messages, key=lambda message: message.role):
+        if role == "assistant":
+            first, *others = run
+            yield first.joined(*others) if others else first
+        else:
+            yield from run
 
 
 def strict_json(text: str) -> Json:

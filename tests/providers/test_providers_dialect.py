@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from polarnode.core.conversation import Message
 from polarnode.providers.anthropic import ANTHROPIC
-from polarnode.providers.contract import Dialect, Operation
+from polarnode.providers.contract import Dialect, Envelope, Operation
 from polarnode.providers.dialect import missed, not_found_dialect, route, session_keys
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
@@ -207,3 +208,34 @@ def test_14_2_the_path_is_the_first_key_and_any_header_or_the_query_may_hold_one
     path: str, headers: dict[str, str], keys: tuple[str, ...]
 ) -> None:
     assert session_keys(path, headers) == keys
+
+
+SPLIT = {
+    "/v1/messages": {
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "a"}, *[{"role": "assistant", "content": "b"}] * 100],
+    },
+    "/v1beta/models/m:generateContent": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "a"}]},
+            *[{"role": "model", "parts": [{"text": "b"}]}] * 100,
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("path", SPLIT)
+def test_split_answer_joins_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each joining copies all that is joined: one for each message would cost the square of their number."""
+    joined, counts = Message.joined, []
+
+    def counted(message: Message, *others: Message) -> Message:
+        counts.append(len(others))
+        return joined(message, *others)
+
+    monkeypatch.setattr(Message, "joined", counted)
+    found = route("POST", path, {})
+    assert found is not None
+    body = json.dumps({"model": "m"} | SPLIT[path]).encode()
+    assert found.dialect.read(body, Envelope(model="m")).conversation.messages[-1].text == "b" * 100
+    assert counts == [99]

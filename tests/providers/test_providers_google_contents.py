@@ -1,6 +1,7 @@
 """Google's contents as messages: order, roles, calls and their results."""
 
 import json
+import sys
 from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any
@@ -287,6 +288,32 @@ def test_media_join_once(monkeypatch: pytest.MonkeyPatch) -> None:
     media = [{"inlineData": {"mimeType": "image/png", "data": "AA=="}}] * 100
     found = read(user("a"), model(call("f", "1")), user(result("f", "1", output="F"), *media))
     assert sum(joined) < 2 * len(found[-1].text)
+
+
+def test_many_results_are_matched_once() -> None:
+    """Results in another order than their calls: each finds its call without a look at all of them."""
+
+    def made(count: int) -> int:
+        names = [f"f{number}" for number in range(count)]
+        drafts = [
+            draft_of(each)
+            for each in contents(user("a"), model(*map(call, names)), user(*map(result, reversed(names))))
+        ]
+        calls = 0
+
+        def counted(_frame: Any, event: str, _argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(counted)
+        try:
+            found = messages(None, drafts)
+        finally:
+            sys.setprofile(None)
+        assert [each.call_id for each in found[2:]] == [each.id for each in reversed(found[1].calls)]
+        return calls
+
+    assert made(200) < 6 * made(50)
 
 
 def test_inline_text_is_text() -> None:

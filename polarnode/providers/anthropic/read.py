@@ -10,6 +10,7 @@ An unknown field is never a reason to refuse, because Claude Code answers a 400 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Final, assert_never
 
@@ -59,7 +60,15 @@ from polarnode.providers.anthropic.shapes import (
 )
 from polarnode.providers.anthropic.write import inward
 from polarnode.providers.read_parts import ReadParts
-from polarnode.providers.shapes import as_unseen, compact, not_text, paragraphs, read_body, unseen
+from polarnode.providers.shapes import (
+    as_unseen,
+    compact,
+    not_text,
+    paragraphs,
+    read_body,
+    unseen,
+    whole_answers,
+)
 from polarnode.providers.volatile import without_lines, without_volatile
 
 # ── blocks ────────────────────────────────────────────────────────────
@@ -155,19 +164,13 @@ def messages(
     described where a result refers to them. `parts` are those that its session sent before.
     """
     head = paragraphs(without_lines(text) for text in _texts(system))
-    found = [Message(role="system", text=head)] if head else []
+    found = (Message(role="system", text=head),) if head else ()
     each = (
         (tuple(_message(shape, later)) for shape in shapes)
         if later
         else (parts or ReadParts()).convert(shapes, _alone)
     )
-    for some in each:
-        for message in some:
-            if message.role == "assistant" and found and found[-1].role == "assistant":
-                found[-1] = found[-1].joined(message)
-            else:
-                found.append(message)
-    return tuple(found)
+    return tuple(whole_answers(chain(found, *each)))
 
 
 def volatile(system: SystemContent) -> bool:

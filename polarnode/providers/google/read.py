@@ -16,6 +16,7 @@ through the envelope.
 """
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 from urllib.parse import parse_qs
@@ -57,7 +58,15 @@ from polarnode.providers.google.shapes import (
 )
 from polarnode.providers.google.write import inward, of_signature
 from polarnode.providers.read_parts import ReadParts, is_list_of_objects
-from polarnode.providers.shapes import compact, json_as_unseen, not_text, paragraphs, read_value, unseen
+from polarnode.providers.shapes import (
+    compact,
+    json_as_unseen,
+    not_text,
+    paragraphs,
+    read_value,
+    unseen,
+    whole_answers,
+)
 from polarnode.providers.volatile import without_volatile
 
 # ── contents ────────────────────────────────────────────────────────────
@@ -95,7 +104,7 @@ def messages(system: Content | str | None, drafts: Iterable["Draft"]) -> tuple[M
         except Refused as error:
             where = f"$.contents[{index}]"
             raise Refused(str(error), path=where + (error.path or "$")[1:]) from None
-    return tuple(reader.found)
+    return tuple(whole_answers(reader.found))
 
 
 @frozen(kw_only=True)
@@ -217,12 +226,15 @@ def _call(call: FunctionCall, signed: str | None, number: int) -> ToolCall:
 
 @define(eq=False)
 class _Reader:
-    """One pass over the contents. `open` holds the calls of the latest model turn without a result; `calls`
-    counts all calls.
+    """One pass over the contents. `open` holds the calls of the latest model turn without a result, by their
+    number among all `calls`; `by_id` and `by_name` are the numbers of that turn's. A model turn may be
+    several of the messages `found`.
     """
 
     found: list[Message]
-    open: list[ToolCall] = field(factory=list)
+    open: dict[int, ToolCall] = field(factory=dict)
+    by_id: "dict[str, deque[int]]" = field(factory=dict)
+    by_name: "dict[str, deque[int]]" = field(factory=dict)
     calls: int = 0
 
     def read(self, draft: Draft) -> None:
@@ -242,25 +254,26 @@ class _Reader:
         order.
         """
         call_id = inward(response.id or "", response.name)
-        for fits in (lambda call: call.id == call_id, lambda call: call.name == response.name):
-            for call in filter(fits, self.open):
-                self.open.remove(call)
-                return call.id
+        for numbers in (self.by_id.get(call_id), self.by_name.get(response.name)):
+            while numbers:
+                call = self.open.pop(numbers.popleft(), None)
+                if call is not None:
+                    return call.id
         return call_id or response.name
 
     def _model(self, draft: Draft) -> None:
-        before = self.found[-1] if self.found and self.found[-1].role == "assistant" else None
+        if not self.found or self.found[-1].role != "assistant":
+            self.open, self.by_id, self.by_name = {}, {}, {}
         if draft.messages:
             (message,) = draft.messages
         else:
-            message = _assistant(draft.parts, 0 if before is None else len(before.calls), self.calls)
+            message = _assistant(draft.parts, len(self.open), self.calls)
+        for number, call in enumerate(message.calls, self.calls):
+            self.open[number] = call
+            self.by_id.setdefault(call.id, deque()).append(number)
+            self.by_name.setdefault(call.name, deque()).append(number)
         self.calls += len(message.calls)
-        if before is not None:
-            self.found[-1] = before.joined(message)
-            self.open += message.calls
-        else:
-            self.found.append(message)
-            self.open = list(message.calls)
+        self.found.append(message)
 
 
 def result_text(response: FunctionResponse) -> str:
