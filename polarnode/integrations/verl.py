@@ -35,6 +35,7 @@ from polarnode.integrations.rollout_tasks import (
     ENVIRONMENT,
     PluginSettings,
     SessionLost,
+    check_whole_groups,
     only,
     plugin_settings,
     shared_rollouts,
@@ -326,7 +327,21 @@ class NodeWeights(BaseRollout):  # type: ignore[misc]
 
 
 class NodeReplica(RolloutReplica):  # type: ignore[misc]
-    """The driver's side: verl starts no servers of its own, and there are none to put to sleep."""
+    """The driver's side: verl starts no servers of its own, and there are none to put to sleep.
+
+    What the agent loop refuses for the whole run is refused here first, where it ends the run: to verl a
+    sample that is refused is a failure, which its samplers replace without end
+    (`sync_refill_failed_groups`, the async trainers).
+    """
+
+    def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(replica_rank, config, model_config, *args, **kwargs)
+        # verl gives a part of its configuration, and omegaconf knows the whole
+        if hasattr(type(config), "_get_root"):
+            check_algorithm(config._get_root())
+        group = settings_of(self.config)[0].template.get("group")
+        if isinstance(group, dict):
+            check_whole_groups(group, OWN_GROUPS)
 
     async def launch_servers(self) -> None:
         settings, _ = settings_of(self.config)

@@ -70,6 +70,16 @@ def test_the_agent_loop_refuses_estimators_of_rows(made: dict[str, Any]) -> None
     assert "use grpo, which compares sessions" in made["refused"]
 
 
+def test_refused_settings_end_the_run(made: dict[str, Any]) -> None:
+    """In the driver, before a sample is asked for: verl replaces samples that fail without end."""
+    fine, *refused = made["refused_first"]
+    assert fine == ""
+    for said, sentence in zip(
+        refused, ("use grpo, which compares sessions", "sandbox_fusion.url", "group.min_usable"), strict=True
+    ):
+        assert sentence in said
+
+
 def test_rank_0_sends_the_weights_and_every_rank_gathers_them(made: dict[str, Any]) -> None:
     said = made["weights"]
     [(version, names, settings)] = said["pushed"]

@@ -385,8 +385,37 @@ def main() -> None:
         "weights": weights(plug),
         "unknown_versions": asyncio.run(unknown_versions(plug)),
         "refused": asyncio.run(refused(plug)),
+        "refused_first": [replica(plug, **each) for each in REFUSED],
     }
     json.dump(said, sys.stdout)
+
+
+class Branch(Plain):
+    """A node of omegaconf's: it knows the whole configuration."""
+
+    def _get_root(self) -> Any:
+        return self["root"]
+
+
+REFUSED: list[dict[str, Any]] = [
+    {},
+    {"algorithm": {"adv_estimator": "rloo"}},
+    {"reward": {"sandbox_fusion": {"url": "http://x"}}},
+    {"group": {"min_usable": 2}},
+]
+
+
+def replica(plug: Any, group: Any = None, **whole: Any) -> str:
+    """What the driver's side says of a run as it begins."""
+    settings = SETTINGS | {"task": SETTINGS["task"] | ({"group": group} if group else {})}  # type: ignore[operator]
+    sizes = {f"{name}_parallel_size": 1 for name in ("tensor_model", "data", "pipeline_model")}
+    rollout = Branch(engine_kwargs={"polarnode": settings}, **sizes)
+    rollout["root"] = Plain(whole | {"actor_rollout_ref": Plain(rollout=rollout)})
+    try:
+        plug.NodeReplica(0, rollout, None)
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 async def refused(plug: Any) -> str:
