@@ -12,6 +12,7 @@ container's own `timeout` limits a program; in an image without one only the pos
 import re
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from posixpath import normpath
 from typing import TypeGuard, TypeVar
 
@@ -316,6 +317,12 @@ CALLER = re.compile(r"(?P<script>[^:\n]+): (?:line )?\d+: $")
 SHELLS = ("sh", "bash", "dash", "ash", "zsh")  # what they call themselves where the script has no name
 
 
+# a path where a command stands in a test's script
+RUN_PATH = re.compile(
+    r"(?:^|[;&|(!`]|\b(?:then|else|do|if|while|exec|env|time)\s)\s*(?P<path>[\w.~-]*/[\w./~-]+)", re.MULTILINE
+)
+
+
 class TestNotRun(EvaluatorError):
     """A test that ended as one whose program is missing. `files`: those that the task brought and that the
     test's output names.
@@ -344,6 +351,9 @@ def insist_run(finished: Finished, exit_code: int, output: str) -> dict[str, Jso
     script = called["script"] if called else SHELLS[0]
     if script not in SHELLS and _of_the_agent(finished, script):
         return {"reason": f"{script:.{NAME}}, the agent's, ran {name:.{NAME}}, which is not there"}
+    own = next(filter(partial(_of_the_agent, finished), _programs(finished)), None)
+    if own is not None and not found:  # shells and Podman name what they do not find
+        return {"reason": f"the test ran {own:.{NAME}}, the agent's, which ended with exit code {exit_code}"}
     said = next(
         (line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing"
     )
@@ -367,6 +377,14 @@ async def spoilt(finished: Finished, error: TestNotRun) -> Verdict | None:
             why = f"the test ran {path:.{NAME}}, which the agent removed or changed"
             return Verdict(reward=0.0, metrics={"reason": why})
     return None
+
+
+def _programs(finished: Finished) -> list[str]:
+    """The paths of programs that a test's own config runs."""
+    script, argv = finished.config.get("script"), finished.config.get("argv")
+    if isinstance(script, str):
+        return RUN_PATH.findall(script)
+    return [str(argv[0])] if isinstance(argv, Sequence) and argv and "/" in str(argv[0]) else []
 
 
 def _of_the_agent(finished: Finished, program: str) -> bool:

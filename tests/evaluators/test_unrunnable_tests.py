@@ -67,6 +67,17 @@ async def test_scripts_of_the_agent_fail_the_test(tmp_path: Path, run: str) -> N
         await scripted(tmp_path, run, f"{TESTBED}/run.sh")
 
 
+@pytest.mark.parametrize("run", ["./app", "cd . && ./app", "if true; then ./app; fi", f"{TESTBED}/app a"])
+async def test_a_program_chooses_no_missing_test(tmp_path: Path, run: str) -> None:
+    (tmp_path / "app").write_text("#!/bin/sh\nexit 127\n")
+    (tmp_path / "app").chmod(0o755)
+    verdict = await scripted(tmp_path, run)
+    assert verdict.reward == 0.0
+    assert "app, the agent's, which ended with exit code 127" in str(verdict.metrics["reason"])
+    with pytest.raises(EvaluatorError, match=NOT_FOUND):
+        await scripted(tmp_path, f"cat ./app >/dev/null; pytest-nosuch 2>{TESTBED}/log")
+
+
 async def test_files_of_the_task_are_no_work(tmp_path: Path) -> None:
     check = tmp_path / "check.sh"
     check.write_text("true\n")  # the mode that runs it was forgotten
