@@ -112,7 +112,7 @@ class RuntimeSpec:
     network: Literal["none"] = "none"
     egress: tuple[str, ...] = ()
     read_only: bool = True
-    ptrace: bool = False  # one that asks for it takes its exit code from the node
+    ptrace: bool = False  # the node loses the exit code of a program that asks to be traced by its parent
     writable: tuple[str, ...] = ()
     volumes: tuple[VolumeSpec, ...] = ()
     artifacts: tuple[str, ...] = ()

@@ -122,8 +122,7 @@ def _address(name: str) -> _Ip | None:
 def guard_browsers(app: QuartTrio, guard: BrowserGuard, *, open_to_all: bool) -> None:
     """Answer 403 to what the guard refuses, and 415 to a body that is not JSON: forms and plain text are what
     a page may post to any site without asking first. Every answer says that its type is not to be guessed.
-    `open_to_all`: the app asks for nothing else, so the
-    connection is admitted.
+    `open_to_all`: the app asks for nothing else, so the connection is admitted.
     """
 
     @app.after_request

@@ -43,7 +43,8 @@ CallSyntax = Literal[
 ]
 
 
-# which opening tag begins a call in a thought that is never closed, as parsers in use read it: Kimi's any
+# Whether an opening tag inside a thought that is never closed begins a call: never, where it begins a line,
+# or anywhere (Kimi's). The parsers that are in use read them so.
 CallInThought = Literal["never", "line", "anywhere"]
 
 

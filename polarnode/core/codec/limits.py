@@ -226,8 +226,7 @@ def check_value(value: object, path: str, limits: ValueLimits = FREE) -> None:
 URL_CHARS: Final = 2048  # longer ones do not get through proxies either
 PRINTABLE: Final = re.compile(r"[\x21-\x7e]+")
 HEADER: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-
-
+# a name of DNS, which has at most 253 characters and may end in a dot, or an IPv4 address
 HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
 
 
