@@ -178,14 +178,17 @@ class Lineages:
 
     def _opened(self, conversation: Conversation, hints: Mapping[str, str]) -> tuple[Conversation, str]:
         """The conversation before the text of a last message with which the answer goes on, and that text.
-        An answer of this session that was cut goes on by its own ids, and needs no text.
+        An answer of this session that was cut, or that ended at a stop string which is there again, goes on
+        by its own ids, and needs no text.
         """
         if not conversation.prefilled:
             return conversation, ""
         found, new = self._attached(conversation, hints)
         if found.parent is not None and not new:
             parent = self._ledger.turns[found.parent]
-            if parent.state == "partial" or parent.finish_reason == "length":
+            stop = parent.answer.stop_string if parent.answer is not None else None
+            put_back = stop and conversation.messages[-1].text.endswith(stop)
+            if parent.state == "partial" or parent.finish_reason == "length" or put_back:
                 return conversation, ""
         last = conversation.messages[-1]
         why = (

@@ -129,14 +129,24 @@ def test_stop_strings_of_a_path_are_bounded() -> None:
     assert next_after(session, said("kiwi" + "b" * (STOPS + 9))).parent == turn.index
 
 
-def test_goes_on_after_a_stop_string() -> None:
+@pytest.mark.parametrize("prefilled", [False, True])
+def test_goes_on_after_a_stop_string(prefilled: bool) -> None:
     session = Session()
     stopped(session, ask(system(), user()), "<search>kiwi", "</search>")
     shown = said("<search>kiwi</search>")
-    second, _ = stopped(session, ask(system(), user(), shown), " <answer>fruit", "</answer>")
+    asked = evolve(ask(system(), user(), shown), prefilled=prefilled)
+    second, _ = stopped(session, asked, " <answer>fruit", "</answer>")
     assert (second.kind, second.parent) == ("continue", 0)
     for whole in ("<search>kiwi</search> <answer>fruit</answer>", "<search>kiwi</search> <answer>fruit"):
         assert next_after(session, said(whole)).parent == 1
+
+
+def test_prefill_without_the_stop_string() -> None:
+    session = Session()
+    stopped(session, ask(system(), user()), "<search>kiwi", "</search>")
+    asked = evolve(ask(system(), user(), said("<search>kiwi")), prefilled=True)
+    plan = session.lineages.plan(asked)
+    assert (plan.parent, plan.prefill) == (None, "<search>kiwi"), "the client took away what was sampled"
 
 
 def test_stop_string_after_a_lost_question() -> None:
