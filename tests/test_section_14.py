@@ -334,7 +334,7 @@ async def test_14_17_a_call_for_a_title_beside_others_is_marked(
     here = stage(scripted("Hello."))
     await Client().ask(here, api.asks(stream=True, tools=api.tools))
     await Client().ask(here, api.asks(stream=True, text="Write a title for this conversation."))
-    asks = "Summarize the user's primary intent or goal in this conversation in ONE sentence"
+    asks = "Summarize the user's primary intent or goal in this conversation in ONE sentence (max 80 characters)."
     await Client().ask(here, api.asks(stream=True, text=asks))
     assert [turn.role for turn in here.turns] == ["main", "main", "auxiliary"]
 

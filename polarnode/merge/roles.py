@@ -77,7 +77,8 @@ _MEMORY: Final = "what to remember"
 # Read in the code of codex 0.169.0, claude-code 2.1.328, qwen-code 0.24.4, gemini-cli 0.61.0, pi 0.73.1 and
 # 1.5.2, openclaw 2026.9.6, opencode 1.18.33, openhands-sdk 1.58.0 and hermes-agent 0.19.0; those marked with
 # "earlier" are of their earlier releases, and Crush's of its tests. mini-swe-agent has no side calls. Each
-# text is long enough that no other agent's prompt begins so by chance.
+# text goes on to what only that harness says: an agent of somebody else may be a code-editing assistant, a
+# diagnostic agent or a writer of titles too, and all its turns would be left out.
 _SIGNS: Final = (
     _summary("Codex", user="You are performing a CONTEXT CHECKPOINT COMPACTION"),
     _side("Codex", _MEMORY, user="Analyze this rollout and produce JSON with `"),
@@ -104,38 +105,80 @@ _SIGNS: Final = (
         "OpenClaw", "for a file's name", user="Based on this conversation, generate a short 1-2 word filename"
     ),
     _summary(_GEMINI, "You are a specialized system component responsible for distilling chat history"),
-    _summary(_GEMINI, "You are an expert Context Memory Manager. You maintain the long-term"),
+    _summary(
+        _GEMINI,
+        'You are an expert Context Memory Manager. You maintain the long-term "Master State" of the AI',
+    ),
     _summary(_GEMINI, user="Generate a new <state_snapshot> based on the provided history."),
     _summary(_GEMINI, user="A previous <state_snapshot> exists in the history. You MUST integrate"),
-    _side(_GEMINI, "which model to ask", "You are a specialized Task Routing AI. Your sole function"),
-    _side(_GEMINI, "whether it repeats itself", "You are a diagnostic agent that determines whether a"),
-    _side(_GEMINI, "for the repair of an edit", "You are an expert code-editing assistant specializing in"),
-    _side(_GEMINI, "for the repair of an edit", "You are an expert code-editing assistant. Your task is"),
-    _side(_GEMINI, "for a shorter text", "You are an expert context compressor. Your job is to drastically"),
+    _side(
+        _GEMINI,
+        "which model to ask",
+        "You are a specialized Task Routing AI. Your sole function is to analyze the user's request and",
+    ),
+    _side(
+        _GEMINI,
+        "whether it repeats itself",
+        "You are a diagnostic agent that determines whether a conversational AI assistant is stuck in an",
+    ),
+    _side(
+        _GEMINI,
+        "for the repair of an edit",
+        "You are an expert code-editing assistant specializing in debugging and correcting failed search-and",
+    ),
+    _side(
+        _GEMINI,
+        "for the repair of an edit",
+        "You are an expert code-editing assistant. Your task is to analyze a failed edit attempt and provide",
+    ),
+    _side(
+        _GEMINI,
+        "for a shorter text",
+        "You are an expert context compressor. Your job is to drastically shorten the following",
+    ),
     _side(_GEMINI, "for a shorter text", user="Summarize the following tool output to be a maximum of "),
-    _side(_GEMINI, _TITLE, user="Summarize the user's primary intent or goal in this conversation in ONE"),
+    _side(
+        _GEMINI,
+        _TITLE,
+        user="Summarize the user's primary intent or goal in this conversation in ONE sentence (max 80",
+    ),
     _side(_BOTH, "who speaks next", user="Analyze *only* the content and structure of your immediately"),
     _summary(_BOTH, "You are the component that summarizes internal chat history"),  # earlier
-    _summary(_BOTH, user="First, reason in your scratchpad. Then, generate"),  # earlier
+    _summary(_BOTH, user="First, reason in your scratchpad. Then, generate the <state_snapshot>."),  # earlier
     _summary(_QWEN, "You are the component that summarizes a conversation when its context window"),
     _summary(_QWEN, user="First, reason in your <analysis> block. Then, produce the <state_snapshot> XML."),
-    _side(_QWEN, _TITLE, "Generate a concise, sentence-case title (3-7 words) that captures what this"),
+    _side(
+        _QWEN,
+        _TITLE,
+        "Generate a concise, sentence-case title (3-7 words) that captures what this programming-assistant",
+    ),
     _side(_QWEN, _LABEL, "Write a short summary label describing what these tool calls accomplished."),
     _side(_QWEN, _RECAP, "You generate session recaps for a programming assistant CLI."),
     _side(_QWEN, _NEXT, user="[SUGGESTION MODE: Suggest what the user might naturally type next.]"),
     _side(_QWEN, _SAFE, "You are a security classifier for an AI coding agent operating in auto mode."),
-    _side(_QWEN, "whether its goal is reached", "You are an independent Goal Verifier. Judge the proposed"),
+    _side(
+        _QWEN,
+        "whether its goal is reached",
+        "You are an independent Goal Verifier. Judge the proposed terminal status only",
+    ),
     _side(_QWEN, _MEMORY, "You are now acting as the managed memory extraction subagent for an AI coding"),
     _summary("OpenHands", "You are maintaining a context-aware state summary for an interactive agent"),
     _summary("OpenHands", user="You are maintaining a context-aware state summary"),  # earlier
-    _side("OpenHands", _TITLE, "You are a helpful assistant that generates concise, descriptive titles for"),
-    _summary("opencode", "You are a context summarization agent. You are given a conversation"),
+    _side(
+        "OpenHands",
+        _TITLE,
+        "You are a helpful assistant that generates concise, descriptive titles for conversations with Open",
+    ),
+    _summary(
+        "opencode",
+        "You are a context summarization agent. You are given a conversation between a user and an agent.",
+    ),
     _summary("opencode", user="Provide a detailed prompt for continuing our conversation above"),  # earlier
     _side("opencode", _TITLE, "You are a title generator. You output ONLY a thread title."),
     _side("opencode", _TITLE, "Summarize what was done in this conversation. Write like a pull request"),
     _summary("Hermes", user="You are a summarization agent creating a context checkpoint."),
     _side("Hermes", _TITLE, "Generate a short, descriptive title (3-7 words) for a conversation that starts"),
-    _side("Crush", _TITLE, "You will generate a short title based on the first message"),
+    _side("Crush", _TITLE, "You will generate a short title based on the first message a user begins a"),
 )
 # First words of the user message that replaces the history it summarises.
 _SUMMARY_STARTS: Final = (

@@ -148,7 +148,7 @@ SIDE_CALLS = [
     ),
     (
         "auxiliary",
-        "\nYou are a specialized Task Routing AI. Your sole function is to analyze the user's",
+        "\nYou are a specialized Task Routing AI. Your sole function is to analyze the user's request and assign",
         "x",
     ),
     (
@@ -167,6 +167,42 @@ SIDE_CALLS = [
         "x",
     ),
     ("compaction", "x", "First, reason in your <analysis> block. Then, produce the <state_snapshot> XML."),
+    ("compaction", "x", "First, reason in your scratchpad. Then, generate the <state_snapshot>."),
+    (
+        "compaction",
+        'You are an expert Context Memory Manager. You maintain the long-term "Master State" of the AI agent\'s',
+        "x",
+    ),
+    (
+        "auxiliary",
+        "You are a diagnostic agent that determines whether a conversational AI assistant is stuck in an",
+        "x",
+    ),
+    (
+        "auxiliary",
+        "\nYou are an expert code-editing assistant specializing in debugging and correcting failed search-and-",
+        "x",
+    ),
+    (
+        "auxiliary",
+        "\nYou are an expert code-editing assistant. Your task is to analyze a failed edit attempt and provide a",
+        "x",
+    ),
+    (
+        "auxiliary",
+        "You are an expert context compressor. Your job is to drastically shorten the following history",
+        "x",
+    ),
+    (
+        "auxiliary",
+        "",
+        "Summarize the user's primary intent or goal in this conversation in ONE sentence (max 80 characters).",
+    ),
+    (
+        "auxiliary",
+        "You are an independent Goal Verifier. Judge the proposed terminal status only from the bounded JSON",
+        "x",
+    ),
     (
         "auxiliary",
         "Generate a concise, sentence-case title (3-7 words) that captures what this programming-assistant",
@@ -219,6 +255,22 @@ def test_side_calls_of_known_harnesses(role: str, told: str, asked: str) -> None
         ("You are a security monitor for autonomous AI coding agents.", "Judge this call."),
         ("You are a title editor.", "Write a title for this conversation."),
         ("You are a summarizer.", "Please summarize the conversation above in 50 words."),
+        ("You are an expert code-editing assistant. Your task is to write Rust.", "Sort a list."),
+        ("You are an expert code-editing assistant specializing in Python.", "Sort a list."),
+        ("You are a diagnostic agent that determines whether a pump is worn.", "It rattles."),
+        ("You are a specialized Task Routing AI. Your sole function is to choose a worker.", "Fix it."),
+        ("You are an expert context compressor. Your job is to drastically cut search results.", "x"),
+        ("You are an expert Context Memory Manager. You maintain the long-term notes of the crew.", "x"),
+        (
+            "You are a helpful assistant that generates concise, descriptive titles for conversations. Be brief.",
+            "User: hi",
+        ),
+        ("You are a context summarization agent. You are given a conversation of two doctors.", "x"),
+        ("You will generate a short title based on the first message of a forum thread.", "x"),
+        ("Generate a concise, sentence-case title (3-7 words) that captures what this paper shows.", "x"),
+        ("You are an independent Goal Verifier. Judge the proposed proof.", "x"),
+        ("You solve puzzles.", "First, reason in your scratchpad. Then, generate a plan."),
+        ("You listen.", "Summarize the user's primary intent or goal in this conversation in ONE word."),
         (f"{CLAUDE}You are evaluating answers of students.", "Web page: a"),
         (
             f"You judge agents.\n{CLAUDE}",
