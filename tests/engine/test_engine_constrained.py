@@ -128,7 +128,7 @@ def test_slow_step_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
     info = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[255])
     compiled = xgrammar.GrammarCompiler(info).compile_regex("a*")
-    monkeypatch.setattr(grammars, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+    monkeypatch.setattr(grammars, "get_parallel", lambda: SimpleNamespace(tp_size=1, pp_size=1))
     matcher = xgrammar.GrammarMatcher(compiled)
     grammar = grammars.MeasuredGrammar(matcher, 256, compiled, None, "a*", None)
     grammar.fill_vocab_mask(xgrammar.allocate_token_bitmask(1, 256), 0)
@@ -137,6 +137,38 @@ def test_slow_step_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammar.copy()
     with pytest.raises(ValueError, match="costs too much"):
         grammar.accept_token(ord("a"))
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2, "pp_size": 1}, {"tp_size": 1, "pp_size": 2}])
+@pytest.mark.parametrize("thought", [False, True])
+def test_slow_step_ends_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], thought: bool
+) -> None:
+    """Of several ranks the first decides: no rank fails by itself, and the abort is one that SGLang sends to
+    all of them, once.
+    """
+    from polarnode.engine.embedded import grammars  # sglang: seconds, for this test alone
+
+    info = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[255])
+    compiled = xgrammar.GrammarCompiler(info).compile_regex("a*")
+    monkeypatch.setattr(grammars, "get_parallel", lambda: SimpleNamespace(**sizes))
+    slow, fast = (
+        grammars.MeasuredGrammar(xgrammar.GrammarMatcher(compiled), 256, compiled, None, "a*", None).copy()
+        for _ in range(2)
+    )
+    requests = [
+        SimpleNamespace(rid=rid, grammar=grammar, finished=lambda: False, to_finish=None)
+        for rid, grammar in (("1", slow), ("2", fast), ("3", None))
+    ]
+    if thought:
+        requests[0].grammar = grammars.ReasonerGrammarObject(grammar=slow, think_end_ids=(0,))
+    scheduler = SimpleNamespace(collect_inflight_reqs=lambda: requests)
+    fast.accept_token(ord("a"))
+    assert grammars._late_requests(scheduler) == []
+    monkeypatch.setattr(grammars, "STEP_S", -1.0)
+    slow.accept_token(ord("a"))
+    assert grammars._late_requests(scheduler) == ["1"]
+    assert grammars._late_requests(scheduler) == []
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -60,6 +60,15 @@ class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
                 stop_ids=frozenset(model.hf_eos_token_id or ()),
             )
 
+        # it imports all that a scheduler needs, which this module's other readers lack
+        from sglang.srt.managers.io_struct import AbortReq
+
+        polled = scheduler._poll_timeout_aborts
+        scheduler._poll_timeout_aborts = lambda: [
+            *polled(),
+            *(AbortReq(rid=rid, abort_message=TOO_COSTLY) for rid in _late_requests(scheduler)),
+        ]
+
     def process_req_with_grammar(self, req: Any) -> bool:
         if isinstance(self.grammar_backend, LateBackend):
             self.grammar_backend.stop_ids |= frozenset(req.sampling_params.stop_token_ids or ())
@@ -129,12 +138,14 @@ class MeasuredGrammar(XGrammarGrammar):  # type: ignore[misc]
     """Ends its request after a step of mask and parse that took too long, by the error that SGLang ends one
     with: those of an ambiguous grammar grow with the answer, in the loop that all sessions share.
 
-    Ranks measure different times, and must end a request together: with more than one only the trial of
-    `grammar_process` bounds a step.
+    Ranks measure different times, and must end a request together: where there are more than one, the first
+    alone decides, and its abort goes the way of SGLang's own timeouts, one step later.
     """
 
     spent = 0.0  # CPU seconds of the present step
     ends = True
+    any_late = False  # of this process, since the first rank looked
+    late = False  # a step took too long, and its request ends on all ranks
 
     @classmethod
     def of(cls, grammar: XGrammarGrammar) -> "MeasuredGrammar":
@@ -146,7 +157,8 @@ class MeasuredGrammar(XGrammarGrammar):  # type: ignore[misc]
             grammar.key_string,
             grammar.grammar_stats,
         )
-        found.ends = get_parallel().tp_size == 1
+        parallel = get_parallel()
+        found.ends = parallel.tp_size == 1 and parallel.pp_size == 1
         return found
 
     def fill_vocab_mask(self, vocab_mask: Any, idx: int) -> None:
@@ -161,10 +173,29 @@ class MeasuredGrammar(XGrammarGrammar):  # type: ignore[misc]
             self.spent += time.thread_time() - began
         if self.spent > STEP_S and self.ends:
             raise ValueError(TOO_COSTLY)
+        if self.spent > STEP_S:
+            self.late = MeasuredGrammar.any_late = True
         self.spent = 0.0
 
     def copy(self) -> "MeasuredGrammar":
         return MeasuredGrammar.of(super().copy())
+
+
+def _late_requests(scheduler: Any) -> list[str]:
+    """The running requests whose step took too long on this rank, which ends them on all."""
+    if not MeasuredGrammar.any_late:
+        return []
+    MeasuredGrammar.any_late = False
+    return [
+        req.rid
+        for req in scheduler.collect_inflight_reqs()
+        if not req.finished() and req.to_finish is None and _is_late(req.grammar)
+    ]
+
+
+def _is_late(grammar: Any) -> bool:
+    inner = grammar.grammar if isinstance(grammar, ReasonerGrammarObject) else grammar
+    return isinstance(inner, MeasuredGrammar) and inner.late
 
 
 def _backend(
