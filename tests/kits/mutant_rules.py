@@ -425,8 +425,8 @@ RECORDS = (
         ),
         (
             "a cut call keeps no turn",
-            '            yield self._record(sample, "partial", at)\n        if not',
-            "        if not",
+            '            yield self._record(sample, "complete" if sample.full else "partial", at)\n',
+            "",
             (EXCHANGE, SESSIONS),
         ),
         (
