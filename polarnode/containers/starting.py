@@ -99,10 +99,19 @@ class Starter:
             files = ContainerFiles(root=inside.root, shift=shift)
             account = await trio.to_thread.run_sync(_prepare, files, shape, name, files_time)
             await self.client.start(name)
+            runtime = self.assembled(
+                shape,
+                name,
+                inside,
+                endpoint,
+                files,
+                account,
+                layer=layer,
+                files_time=files_time,
+                expires=expires,
+            )
             undo.pop_all()
-        return self.assembled(
-            shape, name, inside, endpoint, files, account, layer=layer, files_time=files_time, expires=expires
-        )
+        return runtime
 
     async def restore(
         self, shape: Shape, image: FrozenImage, folder: Path, *, session_id: str, lifetime_s: float
@@ -129,19 +138,20 @@ class Starter:
             files = ContainerFiles(root=inside.root, shift=image.shift)
             account = await trio.to_thread.run_sync(files.account, shape.user)
             files_time = await self.files_time(image.image_id)
+            runtime = self.assembled(
+                shape,
+                name,
+                inside,
+                endpoint,
+                files,
+                account,
+                layer=placed.layer,
+                files_time=files_time,
+                expires=expires,
+                image=image,
+            )
             undo.pop_all()
-        return self.assembled(
-            shape,
-            name,
-            inside,
-            endpoint,
-            files,
-            account,
-            layer=placed.layer,
-            files_time=files_time,
-            expires=expires,
-            image=image,
-        )
+        return runtime
 
     async def _restored(
         self,
@@ -180,13 +190,18 @@ class Starter:
         expires: float,
         image: FrozenImage | None = None,
     ) -> PodmanRuntime:
-        """The runtime of a started container, or of a copy of a frozen one, `image`."""
+        """The runtime of a started container, or of a copy of a frozen one, `image`. Raises RuntimeFault
+        where it has ended since.
+        """
+        with boundary(RuntimeFault, "a container ended as it started"):
+            freezer = freezer_of(inside.pid) if self.findings.freezes else None
+            group = self._group(inside)
         freeze = Freeze(
             container=name,
             client=self.client,
             frozen=self.frozen,
             possible=self.findings.freezes,
-            freezer=freezer_of(inside.pid) if self.findings.freezes else None,
+            freezer=freezer,
         )
         execs = Execs(
             service=self.service, container=name, inside=inside, limiter=self.client.limiter, freeze=freeze
@@ -201,7 +216,7 @@ class Starter:
                 freeze=freeze,
                 shift=files.shift,
                 layer=layer,
-                group=self._group(inside),
+                group=group,
             )
         return PodmanRuntime(
             id=name,
@@ -214,7 +229,7 @@ class Starter:
             inside=inside,
             files=files,
             execs=execs,
-            watched=self._watch_disk(name, shape, inside, layer, freeze),
+            watched=self._watch_disk(name, shape, inside, layer, freeze, group),
             freeze=freeze,
             below=Below(inside=inside, execs=execs, freeze=freeze, shift=files.shift),
             frost=frost,
@@ -285,7 +300,7 @@ class Starter:
         return self._files_times[image]
 
     def _watch_disk(
-        self, name: str, shape: Shape, inside: Inside, layer: Path | None, freeze: Freeze
+        self, name: str, shape: Shape, inside: Inside, layer: Path | None, freeze: Freeze, group: Group
     ) -> WatchedContainer:
         """Watch its disk, where there is a layer to measure."""
 
@@ -293,7 +308,6 @@ class Starter:
             await freeze.thaw_for_good()
             await inside.kill_all()
 
-        group = self._group(inside)
         place = WritableLayer(
             folder=layer or Path("/nonexistent"), group=group, device=os.fstat(inside.root).st_dev
         )

@@ -1,7 +1,9 @@
 """A real container as a session uses it: programs, files, limits, and an end that leaves nothing."""
 
+import errno
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import trio
@@ -49,6 +51,25 @@ async def test_who_and_where_a_session_is(runtimes: Runtimes) -> None:
             await runtime.run(["sh", "-c", "id -u; grep CapEff /proc/self/status"], user="root")
         ).stdout.decode()
         assert as_root == "0\nCapEff:\t0000000000000000\n"
+
+
+async def test_container_that_ends_as_it_starts(runtimes: Runtimes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(_: int) -> NoReturn:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/1234/cgroup")
+
+    async def unbounded(*_: object) -> None:  # it looks at the group before
+        await trio.lowlevel.checkpoint()
+
+    starter = runtimes._pool.starter
+    with monkeypatch.context() as patch:
+        for name in ("freezer_of", "control_group_of"):
+            patch.setattr(f"polarnode.containers.starting.{name}", gone)
+        patch.setattr(type(starter), "bounded", unbounded)
+        with pytest.raises(RuntimeFault, match="a container ended as it started"):
+            async with runtimes.open(SMALL, session_id="gone", lifetime_s=LIFETIME_S):
+                pytest.fail("opened")
+    assert await runtimes.sweep() == 0, "nothing of it is left"
+    assert not starter.alive
 
 
 async def test_nothing_of_the_nodes_environment_goes_in(
