@@ -73,6 +73,9 @@ _NEXT: Final = "what its user may type next"
 _RECAP: Final = "for a recap"
 _SAFE: Final = "whether a tool call is safe"
 _MEMORY: Final = "what to remember"
+_ROUTER: Final = (
+    "You are a specialized Task Routing AI. Your sole function is to analyze the user's request and"
+)
 
 # Read in the code of codex 0.169.0, claude-code 2.1.328, qwen-code 0.24.4, gemini-cli 0.61.0, pi 0.73.1 and
 # 1.5.2, openclaw 2026.9.6, opencode 1.18.33, openhands-sdk 1.58.0 and hermes-agent 0.19.0; those marked with
@@ -99,7 +102,8 @@ _SIGNS: Final = (
     _claude(_side(_CLAUDE, "whether a hook's condition holds", "You are evaluating a hook in Claude Code.")),
     _claude(_side(_CLAUDE, _SAFE, "You are a security monitor for autonomous AI coding agents.")),
     _summary(
-        "Pi or OpenClaw", "You are a context summarization assistant. Your task is to read a conversation"
+        "Pi or OpenClaw",
+        "You are a context summarization assistant. Your task is to read a conversation between a user and",
     ),
     _side(
         "OpenClaw", "for a file's name", user="Based on this conversation, generate a short 1-2 word filename"
@@ -111,11 +115,8 @@ _SIGNS: Final = (
     ),
     _summary(_GEMINI, user="Generate a new <state_snapshot> based on the provided history."),
     _summary(_GEMINI, user="A previous <state_snapshot> exists in the history. You MUST integrate"),
-    _side(
-        _GEMINI,
-        "which model to ask",
-        "You are a specialized Task Routing AI. Your sole function is to analyze the user's request and",
-    ),
+    _side(_GEMINI, "which model to ask", f"{_ROUTER} assign a **Complexity Score**"),
+    _side(_GEMINI, "which model to ask", f"{_ROUTER} classify its complexity."),
     _side(
         _GEMINI,
         "whether it repeats itself",

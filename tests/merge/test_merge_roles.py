@@ -76,7 +76,9 @@ def test_an_agent_without_tools_is_an_agent() -> None:
         (system(), user(), user(CODEX_ASKS)),
         (system(), user(), user("\n" + CLAUDE_ASKS)),
         (
-            system("You are a context summarization assistant. Your task is to read a conversation between"),
+            system(
+                "You are a context summarization assistant. Your task is to read a conversation between a user and an AI"
+            ),
             user("long history"),
         ),
     ],
@@ -106,6 +108,7 @@ def test_only_a_user_tells_a_summary() -> None:
 
 CLAUDE = "You are Claude Code, Anthropic's official CLI for Claude.\n"
 SDK = "You are a Claude agent, built on Anthropic's Claude Agent SDK.\n"
+ROUTER = "You are a specialized Task Routing AI. Your sole function is to analyze the user's request and"
 # How the side calls of harnesses begin, in the words of their own code.
 SIDE_CALLS = [
     ("compaction", "", CODEX_ASKS),
@@ -146,11 +149,8 @@ SIDE_CALLS = [
         "x",
         "A previous <state_snapshot> exists in the history. You MUST integrate all still-relevant",
     ),
-    (
-        "auxiliary",
-        "\nYou are a specialized Task Routing AI. Your sole function is to analyze the user's request and assign",
-        "x",
-    ),
+    ("auxiliary", f"\n{ROUTER} assign a **Complexity Score** from 1 to 100.", "x"),
+    ("auxiliary", f"\n{ROUTER} classify its complexity. Choose between `flash` (SIMPLE) or `pro`", "x"),
     (
         "auxiliary",
         "x",
@@ -259,6 +259,11 @@ def test_side_calls_of_known_harnesses(role: str, told: str, asked: str) -> None
         ("You are an expert code-editing assistant specializing in Python.", "Sort a list."),
         ("You are a diagnostic agent that determines whether a pump is worn.", "It rattles."),
         ("You are a specialized Task Routing AI. Your sole function is to choose a worker.", "Fix it."),
+        (f"{ROUTER} hand it on.", "Fix it."),
+        (
+            "You are a context summarization assistant. Your task is to read a conversation of doctors.",
+            "<conversation>",
+        ),
         ("You are an expert context compressor. Your job is to drastically cut search results.", "x"),
         ("You are an expert Context Memory Manager. You maintain the long-term notes of the crew.", "x"),
         (
