@@ -17,6 +17,8 @@ wanted=(podman:podman runc:runc iptables:iptables mmdebstrap:mmdebstrap git:git 
 # chromium: the page in a real browser. npm: the real Qwen3 tokenizer comes from its registry; ip and openssl: agents on another machine, a namespace, and their certificates
 # newuidmap: a node without root, which is tested with a user that the tests make
 [ "${1:-}" = test ] && wanted+=(npm:npm ip:iproute2 openssl:openssl chromium:chromium newuidmap:uidmap)
+# postgres: the log of a fleet, in clusters that the tests make; its programs are in a folder of their own
+[ "${1:-}" = test ] && { ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || wanted+=(postgres:postgresql); }
 [ "$(id -u)" = 0 ] || wanted+=(newuidmap:uidmap nsenter:util-linux)
 PATH=$PATH:/usr/sbin:/sbin # where a user's own path does not lead
 missing=()
@@ -35,6 +37,11 @@ if [ ${#missing[@]} -gt 0 ]; then
     exit 1
   fi
   say "installing Debian packages: ${missing[*]}"
+  # the package would make a cluster of the machine's own and start it; the tests need the programs alone
+  if [[ " ${missing[*]} " == *" postgresql "* ]] && [ ! -e /etc/postgresql-common/createcluster.conf ]; then
+    mkdir -p /etc/postgresql-common
+    echo 'create_main_cluster = false' > /etc/postgresql-common/createcluster.conf
+  fi
   quietly apt-get update -qq
   DEBIAN_FRONTEND=noninteractive quietly apt-get install -y -qq --no-install-recommends "${missing[@]}"
 fi

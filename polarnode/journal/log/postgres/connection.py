@@ -1,0 +1,144 @@
+"""A connection to PostgreSQL that is opened again when it is lost.
+
+psycopg blocks, so a connection is used in threads, by one at a time. What it sets for its own session: an
+answer that does not come, a transaction that is left open and a peer that is gone all end in seconds, not
+in hours.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+import psycopg
+import trio
+from attrs import define, field
+from psycopg.rows import dict_row
+
+from polarnode.core.errors import ConfigError
+from polarnode.journal.log.port import LogAway
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Database = psycopg.Connection[dict[str, Any]]
+
+SCHEMA: Final = "polarnode"
+CONNECT_S: Final = 5  # a failover answers in less, or not at all; libpq takes no fraction
+STATEMENT_S: Final = (
+    60  # a part of a body takes less than a second; a disk that hangs is reported in a minute
+)
+# Every transaction of a node is one statement or a few in a row; one that is open for longer belongs to a
+# process that was stopped, and its locks hold the others.
+IDLE_IN_TRANSACTION_S: Final = 5
+TRIES: Final = 3  # of a statement that lost a deadlock or a serialization; a fourth in a row would be a bug
+# A peer that vanished without a word is noticed after IDLE + COUNT * INTERVAL = 11 s.
+KEEPALIVES: Final[dict[str, Any]] = {
+    "keepalives": 1,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 11_000,
+}
+SETTINGS: Final = (
+    f"-c search_path={SCHEMA} -c statement_timeout={STATEMENT_S}s"
+    f" -c idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_S}s"
+    " -c lock_timeout=20s"  # a lock is held for milliseconds, or by a process that the line above ends
+)
+
+_AGAIN = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
+
+
+def open_database(dsn: str, *, name: str) -> Database:
+    """Open a connection with our settings. Raises psycopg.Error."""
+    found = psycopg.connect(
+        dsn,
+        autocommit=True,
+        row_factory=dict_row,
+        application_name=f"polarnode {name}",
+        connect_timeout=CONNECT_S,
+        options=SETTINGS,
+        **KEEPALIVES,
+    )
+    found.prepare_threshold = 3
+    return found
+
+
+@define(eq=False)
+class Connection:
+    """One connection, used by one thread at a time. `away` says why the log cannot be reached, or is None."""
+
+    dsn: str
+    name: str
+    away: str | None = field(default=None, init=False)
+    opened: int = field(default=0, init=False)  # times; another one may be to another server
+    _db: Database | None = field(default=None, init=False)
+    _lock: threading.Lock = field(factory=threading.Lock, init=False)
+    _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
+
+    async def run(self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function of the connection in a thread. Raises LogAway."""
+        return await trio.to_thread.run_sync(
+            lambda: self.run_now(call, *args, **kwargs), limiter=self._limiter
+        )
+
+    def run_now(self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function of the connection in this thread. Raises LogAway."""
+        with self._lock:
+            for tried in range(1, TRIES + 1):
+                try:
+                    db = self._opened()
+                    found = call(db, *args, **kwargs)
+                    self.away = None
+                    return found
+                except _AGAIN:
+                    if tried == TRIES:
+                        raise
+                except psycopg.Error as error:
+                    self._failed(error)
+        raise AssertionError("unreachable")
+
+    def _opened(self) -> Database:
+        if self._db is None:
+            self._db = open_database(self.dsn, name=self.name)
+            self.opened += 1
+            if self.away is not None:
+                logger.warning("the log answers again (%s connection)", self.name)
+        return self._db
+
+    def _failed(self, error: psycopg.Error) -> None:
+        """Raise LogAway where the connection or the server failed, and the error itself where a statement
+        did."""
+        sort = "" if error.sqlstate is None else error.sqlstate[:2]
+        # 08 connection, 53 no resources, 57 operator's intervention (shutdown, statement timeout), 58 its
+        # disk, 25 a read-only standby or a transaction that was ended; 3D and 28: where it is being set up
+        # again
+        lost = self._db is None or self._db.closed or sort in ("08", "53", "57", "58", "25", "3D", "28")
+        if sort == "55":  # a lock that was not given in time
+            lost = True
+        self.close_now()
+        if not lost:
+            raise error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if self.away is None:
+            logger.warning("the log is away (%s connection): %s", self.name, reason)
+        self.away = reason
+        raise LogAway(f"the log is away ({reason}): sessions go on; try again later") from error
+
+    def close_now(self) -> None:
+        """Close it; the next call opens another one."""
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()
+
+
+def check_dsn(dsn: str) -> str:
+    """A DSN that libpq can read, or ConfigError. Its password is never part of the message."""
+    try:
+        psycopg.conninfo.conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        raise ConfigError(
+            "log must be a DSN of libpq, such as postgresql://polarnode@db/polarnode?sslmode=verify-full"
+        ) from error
+    return dsn

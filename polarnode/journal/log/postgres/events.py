@@ -1,0 +1,341 @@
+"""Events by position, the consumers that read them, and retention.
+
+A cursor names the log that it was read from. A promoted standby and a restored backup are other logs: what
+a reader has of the old one beyond the point where the new one begins is a gap with a name, and is never
+passed over in silence.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
+from polarnode.core.errors import Refused, Unreadable
+from polarnode.core.status import Consumer
+from polarnode.core.trajectory import Trajectory
+from polarnode.journal.damage import decoding, encoded
+from polarnode.journal.log.port import Cursor, LogGap, LogPage
+from polarnode.journal.log.postgres.connection import Database
+from polarnode.journal.queries import PAGE_BYTES, Recent
+from polarnode.journal.retention import MOST
+from polarnode.journal.values import (
+    PRUNED,
+    EventPage,
+    Filters,
+    Retention,
+    StoredEvent,
+    TrajectoryEncoder,
+    unreadable_event,
+)
+
+# ── identity ──────────────────────────────────────────────────────────────────
+
+
+def identity(db: Database) -> str:
+    """What the log is called. A standby that was just promoted notes its new name here."""
+    return _text(db, "SELECT settle_identity() AS found")
+
+
+def mark_restored(db: Database) -> str:
+    return _text(db, "SELECT mark_restored() AS found")
+
+
+def _text(db: Database, query: str) -> str:
+    row = db.execute(query.encode()).fetchone()
+    assert row is not None
+    return str(row["found"])
+
+
+# ── reading ───────────────────────────────────────────────────────────────────
+
+# In one statement, so that all of it is of one moment. `next` is where the log goes on that had the name of
+# the cursor: NULL for the log as it is, and for a name that it never had.
+WHERE_WE_ARE: Final = """
+SELECT position, pruned, current_identity() AS identity,
+    EXISTS (SELECT 1 FROM identities WHERE identity = %(log)s) AS known,
+    (SELECT min(after) FROM identities
+        WHERE number > (SELECT number FROM identities WHERE identity = %(log)s)) AS next
+FROM log"""
+
+
+def find_gap(db: Database, asked: Cursor) -> tuple[LogGap | None, str, int, int, int]:
+    """What a reader at this cursor misses; the log's name, the position to go on from, the last one that
+    retention deleted, and the last one.
+    """
+    row = db.execute(WHERE_WE_ARE, {"log": asked.log}).fetchone()
+    assert row is not None
+    name, last, pruned = row["identity"], row["position"], row["pruned"]
+    after, reason = asked.position, None
+    if asked.log not in ("", name):
+        if not row["known"]:
+            after = pruned
+            reason = f"this log does not know the log {asked.log}: it is read from its beginning"
+        elif row["next"] is not None and asked.position > row["next"]:
+            after = row["next"]
+            reason = (
+                f"the log {asked.log} was lost after event {after}: what was read of it beyond that is not in"
+                " this log, or comes again under the same keys"
+            )
+    if reason is None and after > last:
+        after = last
+        reason = f"the log ends at event {last}: it was restored, and nobody said so (mark it as restored)"
+    if reason is None and after < pruned:
+        reason = f"retention deleted the events up to {pruned}"
+        after = pruned
+    gap = None if reason is None else LogGap(asked=asked, log=name, position=after, reason=reason)
+    return gap, name, after, pruned, last
+
+
+EVENT: Final = (
+    "SELECT position, kind, key, task_id, group_id, session_id, outcome, reward, at, body FROM events"
+    " WHERE position > %(after)s AND position <= %(last)s"
+)
+
+
+def events(
+    db: Database,
+    asked: Cursor,
+    limit: int,
+    filters: Filters,
+    encoder: TrajectoryEncoder,
+    recent: Recent,
+) -> LogPage:
+    """Up to `limit` events after a cursor, fewer when they are large; at least one when there is one."""
+    gap, name, after, pruned, last = find_gap(db, asked)
+    clauses = [" AND kind = ANY (%(kinds)s)"]
+    values: dict[str, Any] = {"after": after, "last": last, "limit": limit, "kinds": list(filters.kinds)}
+    for clause, value in (
+        (" AND task_id = %(task_id)s", filters.task_id),
+        (" AND group_id = %(group_id)s", filters.group_id),
+        (" AND (outcome IS NULL OR outcome = %(outcome)s)", filters.outcome),
+        (" AND (outcome IS NULL OR reward >= %(min_reward)s)", filters.min_reward),
+    ):
+        if value is not None:
+            clauses.append(clause)
+    values |= {
+        "task_id": filters.task_id,
+        "group_id": filters.group_id,
+        "outcome": filters.outcome,
+        "min_reward": filters.min_reward,
+    }
+    query = EVENT + "".join(clauses) + " ORDER BY position LIMIT %(limit)s"
+    rows = db.execute(query.encode(), values).fetchall()
+    seen = max(after, last) if len(rows) < limit else rows[-1]["position"]
+    found: list[StoredEvent] = []
+    size = 0
+    for row in rows:
+        found.append(_event(db, encoder, recent, name, row))
+        size += len(found[-1].body)
+        if size > PAGE_BYTES and len(found) < len(rows):
+            seen = found[-1].seq
+            break
+    page = EventPage(events=tuple(found), seen=seen, first_seq=pruned + 1, last_seq=last)
+    return LogPage(log=name, page=page, gap=gap)
+
+
+def _event(
+    db: Database, encoder: TrajectoryEncoder, recent: Recent, name: str, row: dict[str, Any]
+) -> StoredEvent:
+    position, encode = row["position"], encoder.encode
+    try:
+        if row["body"] is not None:
+            body = bytes(row["body"])
+        elif encode is None:
+            body = b""
+        else:
+            body = recent.get(
+                (name, position, encoder.name), lambda: _trajectory_body(db, encode, row["session_id"])
+            )
+        return StoredEvent(seq=position, kind=row["kind"], key=row["key"], body=body)
+    except Unreadable as error:
+        return unreadable_event(tuple(row.values()), str(error))
+
+
+def _trajectory_body(db: Database, encode: Callable[[Trajectory], bytes], session_id: str) -> bytes:
+    whole = trajectory(db, session_id)
+    return PRUNED if whole is None else encoded(encode, whole)
+
+
+BODY: Final = (
+    "SELECT part, data FROM bodies JOIN sessions USING (session_id, written_by)"
+    " WHERE session_id = %s AND outcome IS NOT NULL ORDER BY part"
+)
+
+
+def trajectory(db: Database, session_id: str) -> Trajectory | None:
+    """The trajectory of a session that is over, with its turns. Raises Unreadable."""
+    rows = db.execute(BODY, (session_id,), binary=True).fetchall()
+    if not rows or rows[0]["part"] != 0:
+        return None
+    with decoding():
+        turns = [unpack_turn(bytes(row["data"])) for row in rows[1:]]
+        return unpack_trajectory(bytes(rows[0]["data"]), turns)
+
+
+# ── consumers ─────────────────────────────────────────────────────────────────
+
+# Never back, never beyond the last event, and of another log never beyond what this one has of it.
+ACKNOWLEDGE: Final = """
+INSERT INTO consumers (name, position, moved, heard)
+SELECT %(name)s, least(%(position)s, log.position), %(now)s, %(now)s FROM log
+ON CONFLICT (name) DO UPDATE SET position = greatest(consumers.position, EXCLUDED.position),
+    moved = CASE WHEN EXCLUDED.position > consumers.position THEN EXCLUDED.moved ELSE consumers.moved END,
+    heard = EXCLUDED.heard
+RETURNING position"""
+
+
+def acknowledge(db: Database, name: str, cursor: Cursor, now: float, silence_s: float) -> Cursor:
+    if db.execute("SELECT 1 FROM consumers WHERE name = %s", (name,)).fetchone() is None:
+        _make_room(db, now - silence_s)
+    gap, log, after, _, _ = find_gap(db, cursor)
+    position = min(cursor.position, after) if gap is not None else cursor.position
+    row = db.execute(ACKNOWLEDGE, {"name": name, "position": position, "now": now}).fetchone()
+    assert row is not None
+    return Cursor(position=row["position"], log=log)
+
+
+def _make_room(db: Database, since: float) -> None:
+    """Delete the consumer that was unseen for longest where there are MOST, unless it is waited for."""
+    row = db.execute(
+        "SELECT count(*) AS count, (SELECT name FROM consumers WHERE streams = 0 AND heard <= %s"
+        " ORDER BY heard LIMIT 1) AS unseen FROM consumers",
+        (since,),
+    ).fetchone()
+    assert row is not None
+    if row["count"] < MOST:
+        return
+    if row["unseen"] is None:
+        raise Refused(
+            f"there are {MOST} consumers: DELETE /v1/consumers/{{name}} those that do not come back",
+            path="$.consumer",
+        )
+    db.execute("DELETE FROM consumers WHERE name = %s", (row["unseen"],))
+
+
+def position(db: Database, name: str) -> Cursor:
+    row = db.execute(
+        "SELECT coalesce((SELECT position FROM consumers WHERE name = %s), 0) AS position,"
+        " current_identity() AS log",
+        (name,),
+    ).fetchone()
+    assert row is not None
+    return Cursor(position=row["position"], log=row["log"])
+
+
+def attend(db: Database, name: str, change: int, now: float) -> None:
+    db.execute(
+        "UPDATE consumers SET streams = greatest(0, streams + %s), heard = %s WHERE name = %s",
+        (change, now, name),
+    )
+
+
+def forget(db: Database, name: str) -> bool:
+    return db.execute("DELETE FROM consumers WHERE name = %s", (name,)).rowcount > 0
+
+
+CONSUMERS: Final = """
+SELECT consumers.*, log.pruned,
+    (SELECT count(*) FROM events WHERE position > consumers.position) AS behind,
+    (SELECT coalesce(sum(bytes), 0) FROM events WHERE position > consumers.position) AS behind_bytes
+FROM consumers, log ORDER BY name"""
+
+
+def consumers(db: Database, since: float) -> tuple[Consumer, ...]:
+    return tuple(
+        Consumer(
+            consumer=row["name"],
+            position=row["position"],
+            behind_events=row["behind"],
+            behind_bytes=int(row["behind_bytes"]),
+            missed=max(0, row["pruned"] - row["position"]),
+            moved=row["moved"],
+            last_seen=row["heard"],
+            connected=row["streams"],
+            holds=row["streams"] > 0 or row["heard"] > since,
+        )
+        for row in db.execute(CONSUMERS)
+    )
+
+
+# ── retention ─────────────────────────────────────────────────────────────────
+
+MARK_S: Final = 60.0  # between marks of what all had acknowledged: retention by age is exact to a minute
+# A body without an event is of a session that finishes now, or of one whose node died between two statements.
+UNFINISHED_S: Final = 3600.0
+
+STANDING: Final = """
+SELECT log.pruned,
+    (SELECT coalesce(sum(bytes), 0) FROM events) AS stored,
+    coalesce((SELECT min(position) FROM consumers WHERE streams > 0 OR heard > %(since)s),
+        CASE WHEN EXISTS (SELECT 1 FROM consumers) THEN log.position ELSE 0 END) AS acknowledged
+FROM log"""
+
+# The oldest events up to %(upto)s, but none from the first on that a callback still waits for.
+DROPPABLE: Final = """
+SELECT position, bytes FROM events
+WHERE position <= %(upto)s AND (%(all)s OR position < coalesce((
+    SELECT min(waiting.position) FROM events waiting
+    WHERE waiting.position <= %(upto)s AND (
+        EXISTS (SELECT 1 FROM callbacks WHERE callbacks.task_id = waiting.task_id)
+        OR EXISTS (SELECT 1 FROM tasks WHERE tasks.task_id = waiting.task_id AND callback_url IS NOT NULL
+            AND EXISTS (SELECT 1 FROM places WHERE places.task_id = waiting.task_id AND state <> 'over')))
+), 9223372036854775807))
+ORDER BY position LIMIT %(limit)s"""
+
+
+def prune(db: Database, retention: Retention, now: float, limit: int) -> int:
+    """Delete some of the oldest events that may go. Any node may call it; one at a time deletes."""
+    _sweep(db)
+    row = db.execute(STANDING, {"since": now - retention.silence_s}).fetchone()
+    assert row is not None
+    acknowledged, stored = row["acknowledged"], int(row["stored"])
+    upto, enough = acknowledged, retention.acknowledged
+    too_much = stored > retention.everything
+    if too_much:
+        upto, enough = 1 << 62, retention.everything
+    elif stored <= retention.acknowledged:
+        upto, enough = min(acknowledged, _aged(db, retention, acknowledged, row["pruned"], now)), -1
+    last, count = 0, 0
+    for event in db.execute(DROPPABLE, {"upto": upto, "all": too_much, "limit": limit}).fetchall():
+        if stored <= enough:
+            break
+        stored -= event["bytes"]
+        last, count = event["position"], count + 1
+    if not count:
+        return 0
+    forgotten = db.execute("SELECT forget_events(%s, %s) AS done", (last, row["pruned"])).fetchone()
+    return count if forgotten is not None and forgotten["done"] else 0
+
+
+def _aged(db: Database, retention: Retention, acknowledged: int, pruned: int, now: float) -> int:
+    """The last event that all had acknowledged long enough ago."""
+    db.execute("DELETE FROM marks WHERE position > %s OR position <= %s", (acknowledged, pruned))
+    if acknowledged > pruned:
+        db.execute(
+            "INSERT INTO marks SELECT %(position)s, %(now)s WHERE NOT EXISTS ("
+            "SELECT 1 FROM marks WHERE position = %(position)s OR at > %(now)s - %(every)s)"
+            " ON CONFLICT DO NOTHING",
+            {"position": acknowledged, "now": now, "every": MARK_S},
+        )
+    row = db.execute(
+        "SELECT coalesce(max(position), 0) AS position FROM marks WHERE at <= %s",
+        (now - retention.acknowledged_s,),
+    ).fetchone()
+    assert row is not None
+    return int(row["position"])
+
+
+def _sweep(db: Database) -> None:
+    """Delete bodies that nobody finished, and incarnations that are gone and named by nothing."""
+    db.execute(
+        "DELETE FROM bodies WHERE (session_id, written_by) IN (SELECT session_id, written_by FROM bodies b"
+        " WHERE part = 0 AND at < clock_timestamp() - make_interval(secs => %s) AND NOT EXISTS ("
+        "SELECT 1 FROM sessions s WHERE s.session_id = b.session_id AND s.written_by = b.written_by)"
+        " AND NOT EXISTS (SELECT 1 FROM places p WHERE p.session_id = b.session_id AND p.state <> 'over')"
+        " ORDER BY at LIMIT 100)",
+        (UNFINISHED_S,),
+    )
+    db.execute(
+        "DELETE FROM nodes WHERE state <> 'alive' AND signed < clock_timestamp() - interval '1 day'"
+        " AND NOT EXISTS ("
+        "SELECT 1 FROM places WHERE places.incarnation = nodes.incarnation AND places.state = 'running')"
+    )

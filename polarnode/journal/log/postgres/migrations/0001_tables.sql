@@ -1,0 +1,194 @@
+-- The tables of the log that the nodes of a fleet share.
+--
+-- What is agreed among nodes is a row here: which incarnation of a node holds a place, which session filled it,
+-- and at which position of the log its event stands. Turns of live sessions stay on their node's own disk.
+-- JSON that may hold an agent's text is kept as bytes: the types text and jsonb refuse the character U+0000.
+
+-- One row. `position` is the number of the last event; it is a row and not a sequence, because it must go on
+-- where retention deleted every event, and because its lock makes positions follow the order of commits.
+CREATE TABLE log (
+    one boolean PRIMARY KEY DEFAULT true CHECK (one),
+    restored bigint NOT NULL DEFAULT 0,          -- raised by mark_restored()
+    position bigint NOT NULL DEFAULT 0,
+    pruned bigint NOT NULL DEFAULT 0,            -- the last event that retention deleted
+    callbacks_expired bigint NOT NULL DEFAULT 0
+);
+INSERT INTO log DEFAULT VALUES;
+
+-- What this log was called, and the position after which it has been called so. A promoted standby and a restored
+-- backup are other logs: a cursor names the one it was read from.
+CREATE TABLE identities (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    identity text NOT NULL UNIQUE,
+    after bigint NOT NULL,
+    at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
+-- A start of a node's process. `sign` is raised each second while it lives.
+CREATE TABLE nodes (
+    incarnation bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name text NOT NULL,
+    url text NOT NULL DEFAULT '',
+    certificate text NOT NULL DEFAULT '',        -- SHA-256 of a self-signed one
+    version text NOT NULL DEFAULT '',            -- of polarnode
+    labels jsonb NOT NULL DEFAULT '{}',
+    serving jsonb NOT NULL DEFAULT '{}',         -- version by adapter; '' is the base
+    report jsonb NOT NULL DEFAULT '{}',          -- figures for people
+    state text NOT NULL DEFAULT 'alive' CHECK (state IN ('alive', 'lost', 'left', 'replaced')),
+    sign bigint NOT NULL DEFAULT 0,
+    began timestamptz NOT NULL DEFAULT clock_timestamp(),
+    signed timestamptz NOT NULL DEFAULT clock_timestamp()  -- for people: silence is not judged by this clock
+) WITH (fillfactor = 50);                        -- a sign is a new version of its row: it stays on its page
+CREATE INDEX nodes_by_name ON nodes (name);
+
+CREATE TABLE tasks (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    task_id text NOT NULL UNIQUE,
+    group_id text NOT NULL,
+    idempotency_key text UNIQUE,
+    submitted double precision NOT NULL,
+    spec bytea NOT NULL,
+    priority integer NOT NULL,
+    requires jsonb NOT NULL,
+    image text NOT NULL,
+    adapter text NOT NULL,
+    max_retries integer NOT NULL,
+    early_stop_min integer,
+    usable integer NOT NULL DEFAULT 0,
+    enough boolean NOT NULL DEFAULT false,       -- its group needs no more sessions
+    cancelled double precision,
+    callback_url text,
+    callback_kinds text[] NOT NULL DEFAULT '{}'
+) WITH (fillfactor = 80);
+CREATE INDEX tasks_by_group ON tasks (group_id);
+
+-- A place of a task, which one session fills. `session_id` is the session that has it, or had it last.
+CREATE TABLE places (
+    task_id text NOT NULL REFERENCES tasks (task_id) ON DELETE CASCADE,
+    place integer NOT NULL,
+    state text NOT NULL DEFAULT 'queued' CHECK (state IN ('queued', 'running', 'over')),
+    session_id text NOT NULL,
+    attempt integer NOT NULL DEFAULT -1,         -- -1 before the first claim
+    retries integer NOT NULL DEFAULT 0,          -- attempts that were lost and counted
+    spent boolean NOT NULL DEFAULT false,        -- lost once more than its task allows: who claims it ends it
+    incarnation bigint,
+    PRIMARY KEY (task_id, place)
+) WITH (fillfactor = 70);
+CREATE INDEX places_queued ON places (task_id, place) WHERE state = 'queued';
+CREATE INDEX places_running ON places (incarnation) WHERE state = 'running';
+
+CREATE TABLE sessions (
+    number bigint GENERATED ALWAYS AS IDENTITY,
+    session_id text PRIMARY KEY,
+    task_id text NOT NULL,                       -- '' for a capture
+    place integer NOT NULL,
+    attempt integer NOT NULL DEFAULT 0,
+    incarnation bigint,
+    identity bytea,
+    forked_from text,                            -- the parent's session
+    outcome bytea,
+    reward double precision,
+    trainable integer,
+    staleness integer,
+    turns integer NOT NULL DEFAULT 0,
+    sampled bigint NOT NULL DEFAULT 0,
+    finished double precision,
+    retried_as text,
+    written_by bigint                            -- whose body it is
+);
+CREATE INDEX sessions_by_task ON sessions (task_id, place, attempt);
+CREATE INDEX sessions_by_parent ON sessions (forked_from) WHERE forked_from IS NOT NULL;
+
+-- The packed trajectory is part 0, its turns are the parts after it. Written before the session is finished, and
+-- under its writer's incarnation: two processes that have one session never mix their parts. Already compact.
+CREATE TABLE bodies (
+    session_id text NOT NULL,
+    written_by bigint NOT NULL,
+    part integer NOT NULL,
+    data bytea NOT NULL,
+    at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (session_id, written_by, part)
+);
+ALTER TABLE bodies ALTER COLUMN data SET STORAGE EXTERNAL;
+CREATE INDEX bodies_by_time ON bodies (at) WHERE part = 0;
+
+CREATE TABLE events (
+    position bigint PRIMARY KEY,
+    kind text NOT NULL,
+    key text NOT NULL UNIQUE,
+    task_id text NOT NULL,
+    group_id text NOT NULL,
+    session_id text,
+    outcome text,
+    reward double precision,
+    body bytea,
+    at double precision NOT NULL,
+    bytes bigint NOT NULL                        -- of its body, that of a trajectory included
+);
+CREATE INDEX events_by_task ON events (task_id, position);
+CREATE INDEX events_by_group ON events (group_id, position);
+
+CREATE TABLE consumers (
+    name text PRIMARY KEY,
+    position bigint NOT NULL,
+    moved double precision NOT NULL,
+    heard double precision NOT NULL,
+    streams integer NOT NULL DEFAULT 0
+) WITH (fillfactor = 50);
+
+-- When every consumer that is waited for had acknowledged up to a position.
+CREATE TABLE marks (position bigint PRIMARY KEY, at double precision NOT NULL);
+
+CREATE TABLE weights (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    adapter text NOT NULL,                       -- '' is the base
+    version text NOT NULL UNIQUE,
+    at double precision NOT NULL,
+    body bytea NOT NULL,
+    shared boolean NOT NULL DEFAULT false,       -- its files are in a storage that outlives every node
+    current boolean NOT NULL DEFAULT false
+);
+CREATE UNIQUE INDEX weights_current ON weights (adapter) WHERE current;
+
+CREATE TABLE weight_holders (
+    version text NOT NULL REFERENCES weights (version) ON DELETE CASCADE,
+    incarnation bigint NOT NULL,
+    PRIMARY KEY (version, incarnation)
+);
+
+-- Events that the receiver of a task's callback has not accepted yet.
+CREATE TABLE callbacks (
+    position bigint PRIMARY KEY,
+    task_id text NOT NULL,
+    url text NOT NULL,
+    leased_until timestamptz NOT NULL DEFAULT '-infinity',
+    lease bigint NOT NULL DEFAULT 0
+);
+CREATE INDEX callbacks_by_task ON callbacks (url, task_id, position);
+
+-- Scores that are given to sessions that were over.
+CREATE TABLE evaluations (
+    evaluation_id text PRIMARY KEY,
+    idempotency_key text UNIQUE,
+    submitted double precision NOT NULL,
+    spec bytea NOT NULL,
+    incarnation bigint                           -- of the node that evaluates
+);
+CREATE TABLE evaluated (
+    number bigint GENERATED ALWAYS AS IDENTITY,
+    evaluation_id text NOT NULL REFERENCES evaluations (evaluation_id) ON DELETE CASCADE,
+    session_id text NOT NULL,
+    n integer,
+    position bigint,
+    reward double precision,
+    error text,
+    PRIMARY KEY (evaluation_id, session_id)
+);
+CREATE INDEX evaluated_by_session ON evaluated (session_id, n);
+
+-- Events come and go: vacuum runs when a twentieth of a table is dead, and not only at a fifth.
+ALTER TABLE events SET (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05);
+ALTER TABLE bodies SET (autovacuum_vacuum_scale_factor = 0.05, toast.autovacuum_vacuum_scale_factor = 0.05);
+ALTER TABLE places SET (autovacuum_vacuum_scale_factor = 0.05);
+ALTER TABLE nodes SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500);
+ALTER TABLE log SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 500, fillfactor = 10);

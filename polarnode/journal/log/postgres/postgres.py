@@ -1,0 +1,405 @@
+"""The log in PostgreSQL: the port's methods, each a function of a connection that runs in a thread.
+
+Three connections a node: the writer's (claims, bodies, finishing), the reader's (pages and queries) and the
+watcher's, which gives signs of life and listens, so that no body of 100 MB holds up a sign. While the log
+is away every call raises LogAway; nothing is kept here to be written later, because only the node knows
+what it still has.
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Concatenate, Final, ParamSpec, TypeVar
+
+import trio
+from attrs import define, field
+
+from polarnode.core.conversation import Json
+from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
+from polarnode.core.task import EvaluationSpec, TaskSpec
+from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.groups.group import Facts
+from polarnode.journal.forks import EarlierAttempt
+from polarnode.journal.log.port import (
+    Claim,
+    Cursor,
+    Ended,
+    EndingCause,
+    FinishAnswer,
+    Joined,
+    LeasedCallback,
+    LogAway,
+    LogPage,
+    LogWeights,
+    NodeFacts,
+    NodeRow,
+    Offer,
+)
+from polarnode.journal.log.postgres import (
+    callbacks,
+    evaluations,
+    events,
+    membership,
+    places,
+    queries,
+    weights,
+)
+from polarnode.journal.log.postgres.connection import Connection, Database, check_dsn
+from polarnode.journal.log.postgres.migrations import check_version
+from polarnode.journal.log.watching import SilenceWatch
+from polarnode.journal.pending_callbacks import EVENT_KINDS
+from polarnode.journal.queries import Recent
+from polarnode.journal.values import (
+    Filters,
+    Retention,
+    TaskRecord,
+    TrajectoryEncoder,
+    json_encoder,
+)
+from polarnode.merge.trajectory import Identity
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+SIGN_S: Final = 1.0  # between signs of life; and the longest that a change which nobody notified goes unseen
+LISTEN_S: Final = 0.25  # one wait for notifications: so long may a sign that is due be late, and closing take
+RETRY_S: Final = 0.5  # between attempts to reach a log that is away
+
+
+@define(eq=False)
+class PostgresLog:
+    """The port `Log`. Created by `open_postgres_log`."""
+
+    _writer: Connection
+    _reader: Connection
+    _watcher: Connection
+    _retention: Retention = field(factory=Retention)
+    _recent: Recent = field(factory=Recent)
+    _news: trio.Event = field(factory=trio.Event)  # set and replaced when something was written
+    incarnation: int | None = field(default=None, init=False)
+    lost: trio.Event = field(
+        factory=trio.Event, init=False
+    )  # this incarnation was declared lost, or replaced
+    _watch: SilenceWatch = field(factory=SilenceWatch, init=False)
+
+    async def _write(
+        self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await self._writer.run(call, *args, **kwargs)
+
+    async def _read(
+        self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        return await self._reader.run(call, *args, **kwargs)
+
+    def _notice(self) -> None:
+        news, self._news = self._news, trio.Event()
+        news.set()
+
+    async def reachable(self) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return self._watcher.away or self._writer.away
+
+    # ── tasks and places ──────────────────────────────────────────────────────
+
+    async def submit(
+        self,
+        spec: TaskSpec,
+        *,
+        task_id: str,
+        session_ids: tuple[str, ...],
+        idempotency_key: str | None = None,
+        callback_kinds: tuple[str, ...] = EVENT_KINDS,
+        submitted: float,
+    ) -> TaskRecord:
+        def write(db: Database) -> TaskRecord:
+            found = places.submit(
+                db,
+                spec,
+                task_id=task_id,
+                session_ids=session_ids,
+                idempotency_key=idempotency_key,
+                callback_kinds=callback_kinds,
+                submitted=submitted,
+            )
+            record = queries.task(db, found)
+            assert record is not None
+            return record
+
+        return await self._write(write)
+
+    async def claim(self, offer: Offer) -> tuple[Claim, ...]:
+        return await self._write(places.claim, offer)
+
+    async def claim_endings(self, incarnation: int, limit: int) -> tuple[Claim, ...]:
+        return await self._write(places.claim_endings, incarnation, limit)
+
+    async def claims(self, incarnation: int) -> tuple[Claim, ...]:
+        return await self._write(places.claims, incarnation)
+
+    async def session_started(self, identity: Identity) -> None:
+        await self._write(places.session_started, identity, self.incarnation)
+
+    async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
+        return await self._write(places.finish, claim, ended)
+
+    async def put_back(
+        self, claim: Claim, ended: Ended | None = None, *, counts: bool = True, keep: bool = False
+    ) -> Claim | None:
+        return await self._write(places.put_back, claim, ended, counts=counts, keep=keep)
+
+    async def publish(self, ended: Ended, incarnation: int) -> FinishAnswer:
+        return await self._write(places.publish, ended, incarnation)
+
+    async def cancel(self, task_id: str, at: float) -> bool:
+        return await self._write(places.cancel, task_id, at)
+
+    async def to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
+        return await self._read(places.to_stop, incarnation)
+
+    # ── nodes ─────────────────────────────────────────────────────────────────
+
+    async def join(self, facts: NodeFacts) -> Joined:
+        joined = await self._write(membership.join, facts)
+        self.incarnation, self.lost = joined.incarnation, trio.Event()
+        return joined
+
+    async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
+        return await self._watcher.run(membership.sign, incarnation, report)
+
+    async def signs(self) -> Mapping[int, int]:
+        return await self._watcher.run(membership.signs)
+
+    async def expire(self, incarnation: int, sign: int) -> bool:
+        return await self._watcher.run(membership.expire, incarnation, sign)
+
+    async def put_back_lost(self) -> int:
+        return await self._watcher.run(places.put_back_lost)
+
+    async def leave(self, incarnation: int) -> None:
+        await self._write(membership.leave, incarnation)
+
+    async def nodes(self, *, every: bool = False) -> tuple[NodeRow, ...]:
+        return await self._read(membership.nodes, every=every)
+
+    async def node_of(self, session_id: str) -> NodeRow | None:
+        return await self._read(membership.node_of, session_id)
+
+    async def watch(self) -> None:
+        """Give this node's signs, listen, and put back what silent nodes hold; until it is cancelled."""
+        signed = -SIGN_S
+        while True:
+            try:
+                asked = time.monotonic()
+                if asked - signed >= SIGN_S:
+                    signed = asked
+                    await self._beat()
+                if await self._watcher.run(_listen, LISTEN_S):
+                    self._notice()
+            except LogAway:
+                self._notice()  # who waits for news looks again, and learns that the log is away
+                await trio.sleep(RETRY_S)
+
+    async def _beat(self) -> None:
+        """One sign, and one look at the signs of others."""
+        if self.incarnation is not None and not await self.sign(self.incarnation):
+            self.lost.set()
+        asked, opened = time.monotonic(), self._watcher.opened
+        signs = await self.signs()
+        silent = self._watch.read(signs, asked=asked, now=time.monotonic())
+        for incarnation, sign in silent:
+            # through the connection that the signs were read with: another one may be to another server, on
+            # which nobody could sign yet
+            if self._watcher.opened != opened:
+                break
+            if incarnation != self.incarnation and await self.expire(incarnation, sign):
+                logger.warning(
+                    "node incarnation %d gave no sign of life for its lease: it is lost", incarnation
+                )
+        await self.put_back_lost()
+
+    # ── events and consumers ──────────────────────────────────────────────────
+
+    async def identity(self) -> str:
+        return await self._write(events.identity)
+
+    async def mark_restored(self) -> str:
+        return await self._write(events.mark_restored)
+
+    async def events(
+        self,
+        after: Cursor,
+        *,
+        filters: Filters | None = None,
+        encoder: TrajectoryEncoder | None = None,
+        limit: int = 64,
+    ) -> LogPage:
+        return await self._read(
+            events.events, after, limit, filters or Filters(), encoder or json_encoder(), self._recent
+        )
+
+    async def position(self, consumer: str) -> Cursor:
+        return await self._read(events.position, consumer)
+
+    async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
+        return await self._write(events.acknowledge, consumer, cursor, now, self._retention.silence_s)
+
+    async def attend(self, consumer: str, change: int, *, now: float) -> None:
+        await self._write(events.attend, consumer, change, now)
+
+    async def forget(self, consumer: str) -> bool:
+        return await self._write(events.forget, consumer)
+
+    async def consumers(self) -> tuple[Consumer, ...]:
+        return await self._read(events.consumers, time.time() - self._retention.silence_s)
+
+    async def prune(self, retention: Retention, *, now: float, limit: int = 256) -> int:
+        return await self._write(events.prune, retention, now, limit)
+
+    async def wait_news(self, seconds: float) -> None:
+        with trio.move_on_after(seconds):
+            await self._news.wait()
+        await trio.lowlevel.checkpoint()
+
+    # ── weights ───────────────────────────────────────────────────────────────
+
+    async def add_weights(
+        self, version: str, body: Json, *, adapter: str = "", shared: bool = False, at: float
+    ) -> None:
+        await self._write(weights.add_weights, version, body, adapter=adapter, shared=shared, at=at)
+
+    async def hold_weights(self, version: str, incarnation: int) -> None:
+        await self._write(weights.hold_weights, version, incarnation)
+
+    async def serve_weights(self, version: str, *, holders: int = 2) -> bool:
+        return await self._write(weights.serve_weights, version, holders=holders)
+
+    async def change_weights(self, version: str, body: Json) -> None:
+        await self._write(weights.change_weights, version, body)
+
+    async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
+        await self._write(weights.serving, incarnation, versions)
+
+    async def stale_nodes(self) -> tuple[NodeRow, ...]:
+        return await self._read(weights.stale_nodes)
+
+    async def weights(self, *, adapters: bool = False, limit: int | None = None) -> tuple[LogWeights, ...]:
+        return await self._read(weights.weights, adapters=adapters, limit=limit)
+
+    # ── callbacks ─────────────────────────────────────────────────────────────
+
+    async def lease_callbacks(self, limit: int, *, seconds: float) -> tuple[LeasedCallback, ...]:
+        return await self._write(callbacks.lease_callbacks, limit, seconds)
+
+    async def callback_taken(self, callback: LeasedCallback) -> bool:
+        return await self._write(callbacks.callback_taken, callback)
+
+    async def callback_failed(self, callback: LeasedCallback, *, after_s: float) -> None:
+        await self._write(callbacks.callback_failed, callback, after_s)
+
+    async def callback_count(self) -> int:
+        return await self._read(callbacks.callback_count)
+
+    # ── what the API asks ─────────────────────────────────────────────────────
+
+    async def task(self, task_id: str) -> TaskRecord | None:
+        return await self._read(queries.task, task_id)
+
+    async def task_of_key(self, idempotency_key: str) -> TaskRecord | None:
+        return await self._read(queries.task_of_key, idempotency_key)
+
+    async def latest_run(self, name: str) -> TaskRecord | None:
+        return await self._read(queries.latest_run, name)
+
+    async def tasks(self, *, limit: int = 100, before: str | None = None) -> tuple[TaskRecord, ...]:
+        return await self._read(queries.tasks, limit, before)
+
+    async def session(self, session_id: str) -> SessionRecord | None:
+        return await self._read(queries.session, session_id)
+
+    async def trajectory(self, session_id: str) -> Trajectory | None:
+        return await self._read(events.trajectory, session_id)
+
+    async def turns(self, session_id: str) -> tuple[Turn, ...]:
+        found = await self.trajectory(session_id)
+        return () if found is None else found.turns
+
+    async def forks(self, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
+        return await self._read(queries.forks, session_id, limit)
+
+    async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
+        return await self._read(queries.earlier_attempts, place)
+
+    async def places_over(self, task_id: str) -> tuple[Facts, ...]:
+        return tuple(facts for facts, _ in await self._read(places.read_facts, task_id))
+
+    # ── evaluations ───────────────────────────────────────────────────────────
+
+    async def submit_evaluation(
+        self,
+        spec: EvaluationSpec,
+        sessions: Mapping[str, str | None],
+        *,
+        evaluation_id: str,
+        idempotency_key: str | None,
+        incarnation: int,
+        now: float,
+    ) -> EvaluationStatus:
+        return await self._write(
+            evaluations.submit_evaluation,
+            spec,
+            sessions,
+            evaluation_id=evaluation_id,
+            idempotency_key=idempotency_key,
+            incarnation=incarnation,
+            now=now,
+        )
+
+    async def reward(self, given: RewardEvent) -> bool:
+        return await self._write(evaluations.reward, given)
+
+    async def refuse_evaluation(self, evaluation_id: str, session_id: str, why: str) -> None:
+        await self._write(evaluations.refuse_evaluation, evaluation_id, session_id, why)
+
+    async def evaluation(
+        self, evaluation_id: str | None, idempotency_key: str | None = None
+    ) -> EvaluationStatus | None:
+        return await self._read(evaluations.evaluation, evaluation_id, idempotency_key)
+
+    async def pending_evaluations(self, incarnation: int) -> tuple[EvaluationStatus, ...]:
+        return await self._write(evaluations.pending_evaluations, incarnation)
+
+
+def _listen(db: Database, seconds: float) -> bool:
+    """Wait for notifications; whether there was one. LISTEN again costs nothing where it listens already."""
+    db.execute("LISTEN polarnode")
+    return any(True for _ in db.notifies(timeout=seconds, stop_after=1))
+
+
+@asynccontextmanager
+async def open_postgres_log(
+    dsn: str, *, name: str = "node", retention: Retention | None = None, watch: bool = True
+) -> AsyncIterator[PostgresLog]:
+    """Open the log of a fleet; with `watch` it gives signs of life and watches others. Raises LogAway where
+    it cannot be reached, and ConfigError where its tables are of another version.
+    """
+    check_dsn(dsn)
+    connections = [Connection(dsn, f"{name} {part}") for part in ("writer", "reader", "watcher")]
+    writer, reader, watcher = connections
+    log = PostgresLog(writer, reader, watcher, retention=retention or Retention())
+    try:
+        await connections[0].run(check_version)
+        await log.identity()
+        async with trio.open_nursery() as nursery:
+            if watch:
+                nursery.start_soon(log.watch)
+            try:
+                yield log
+            finally:
+                nursery.cancel_scope.cancel()
+    finally:
+        for each in connections:
+            each.close_now()

@@ -1,0 +1,119 @@
+"""What the API asks: tasks, sessions, runs of one name, forks and earlier attempts."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from polarnode.core.codec.json import read_json, structure
+from polarnode.core.status import SessionRecord
+from polarnode.core.task import TaskSpec
+from polarnode.journal.entries import RUN
+from polarnode.journal.forks import EarlierAttempt
+from polarnode.journal.log.postgres.connection import Database
+from polarnode.journal.log.postgres.places import read_outcome
+from polarnode.journal.values import TaskRecord
+from polarnode.merge.trajectory import Identity
+
+TASK: Final = "SELECT task_id, group_id, idempotency_key, submitted, spec, cancelled FROM tasks "
+
+
+def task(db: Database, task_id: str) -> TaskRecord | None:
+    return _first(db, "WHERE task_id = %s", task_id)
+
+
+def task_of_key(db: Database, idempotency_key: str) -> TaskRecord | None:
+    return _first(db, "WHERE idempotency_key = %s", idempotency_key)
+
+
+def latest_run(db: Database, name: str) -> TaskRecord | None:
+    # bytes are compared, and not letters as a language orders them: every name with a number lies between
+    # the two
+    return _first(
+        db,
+        'WHERE task_id = %s OR (task_id COLLATE "C" > %s AND task_id COLLATE "C" < %s)'
+        " ORDER BY number DESC LIMIT 1",
+        name,
+        name + RUN,
+        name + RUN[:-1] + ".",
+    )
+
+
+def _first(db: Database, where: str, *values: object) -> TaskRecord | None:
+    row = db.execute((TASK + where).encode(), values).fetchone()
+    return None if row is None else _task(db, row)
+
+
+def tasks(db: Database, limit: int, before: str | None) -> tuple[TaskRecord, ...]:
+    rows = db.execute(
+        (
+            TASK + "WHERE %(before)s::text IS NULL"
+            " OR number < (SELECT number FROM tasks WHERE task_id = %(before)s)"
+            " ORDER BY number DESC LIMIT %(limit)s"
+        ).encode(),
+        {"before": before, "limit": limit},
+    ).fetchall()
+    return tuple(_task(db, row) for row in rows)
+
+
+def _task(db: Database, row: Mapping[str, Any]) -> TaskRecord:
+    sessions = db.execute(
+        "SELECT sessions.* FROM places JOIN sessions USING (session_id)"
+        " WHERE places.task_id = %s ORDER BY places.place",
+        (row["task_id"],),
+    )
+    return TaskRecord(
+        task_id=row["task_id"],
+        group_id=row["group_id"],
+        spec=structure(read_json(bytes(row["spec"])), TaskSpec),
+        idempotency_key=row["idempotency_key"],
+        submitted=row["submitted"],
+        sessions=tuple(map(read_session, sessions)),
+        cancelled=row["cancelled"],
+    )
+
+
+def session(db: Database, session_id: str) -> SessionRecord | None:
+    row = db.execute("SELECT * FROM sessions WHERE session_id = %s", (session_id,)).fetchone()
+    return None if row is None else read_session(row)
+
+
+def read_session(row: Mapping[str, Any]) -> SessionRecord:
+    known = read_identity(row)
+    return SessionRecord(
+        session_id=row["session_id"],
+        task_id=row["task_id"],
+        sample_index=row["place"],
+        outcome=None if row["outcome"] is None else read_outcome(row["outcome"]),
+        reward=row["reward"],
+        turns=row["turns"],
+        sampled_tokens=row["sampled"],
+        finished=row["finished"],
+        attempt=row["attempt"],
+        retried_as=row["retried_as"],
+        forked_from=None if known is None else known.forked_from,
+    )
+
+
+def read_identity(row: Mapping[str, Any]) -> Identity | None:
+    return None if row["identity"] is None else structure(read_json(bytes(row["identity"])), Identity)
+
+
+def forks(db: Database, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
+    rows = db.execute(
+        "SELECT * FROM sessions WHERE forked_from = %s AND retried_as IS NULL ORDER BY number LIMIT %s",
+        (session_id, limit),
+    )
+    return tuple(map(read_session, rows))
+
+
+def earlier_attempts(db: Database, place: Identity) -> tuple[EarlierAttempt, ...]:
+    found: list[EarlierAttempt] = []
+    for row in db.execute(
+        "SELECT * FROM sessions WHERE task_id = %s AND place = %s AND attempt < %s ORDER BY attempt DESC",
+        (place.task_id, place.sample_index, place.attempt),
+    ):
+        known = read_identity(row)
+        if known is None:
+            break
+        outcome = None if row["outcome"] is None else read_outcome(row["outcome"])
+        found.append(EarlierAttempt(identity=known, outcome=outcome, count=row["turns"]))
+    return tuple(found)

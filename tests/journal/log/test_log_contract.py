@@ -1,0 +1,575 @@
+"""What every implementation of the log does. `log` is each of them in turn."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import trio
+from journal_samples import make_spec, make_trajectory
+from log_kit import NOW, claim, die, end, join, keys, open_postgres, submit
+
+from polarnode.core.codec.json import read_json
+from polarnode.core.errors import Conflict, Refused
+from polarnode.core.status import RewardEvent
+from polarnode.core.task import EvaluationSpec, GroupSpec
+from polarnode.core.trajectory import ForkedFrom, Outcome
+from polarnode.journal.log.port import Cursor, Log, NodeFacts, Offer, ended_session
+from polarnode.journal.values import Filters, Retention
+
+
+@pytest.fixture(params=["postgres"])
+async def log(request: pytest.FixtureRequest) -> AsyncIterator[Log]:
+    async with open_postgres(request.getfixturevalue("dsn"), watch=False) as found:
+        yield found
+
+
+# ── tasks ─────────────────────────────────────────────────────────────────────
+
+
+async def test_submit_and_read_task(log: Log) -> None:
+    await submit(log, "a", num_samples=2, key="k", group_id="g", metadata={"text": "\0 and \ud7ff"})
+    record = await log.task("a")
+    assert record is not None
+    assert (record.group_id, record.idempotency_key, record.submitted) == ("g", "k", NOW)
+    assert [each.session_id for each in record.sessions] == ["a-0", "a-1"]
+    assert record.spec.metadata == {"text": "\0 and \ud7ff"}
+    assert await log.task_of_key("k") == record
+    assert await log.tasks() == (record,)
+    assert await log.task("b") is None
+    assert not record.finished
+
+
+async def test_submit_same_key_once(log: Log) -> None:
+    await submit(log, "a", key="k")
+    again = await log.submit(
+        make_spec(), task_id="b", session_ids=("b-0",), idempotency_key="k", submitted=NOW
+    )
+    assert again.task_id == "a"
+    assert len(await log.tasks()) == 1
+
+
+async def test_submit_taken_id(log: Log) -> None:
+    await submit(log, "a")
+    await submit(log, "a")  # the same, after a lost answer
+    with pytest.raises(Conflict, match="task a exists"):
+        await submit(log, "a", instruction="another")
+
+
+async def test_submit_refuses_null_character(log: Log) -> None:
+    with pytest.raises(Refused, match=r"U\+0000"):
+        await submit(log, "a\0")
+
+
+async def test_tasks_in_pages(log: Log) -> None:
+    for name in "abc":
+        await submit(log, name)
+    assert [each.task_id for each in await log.tasks(limit=2)] == ["c", "b"]
+    assert [each.task_id for each in await log.tasks(limit=2, before="b")] == ["a"]
+
+
+async def test_latest_run_of_name(log: Log) -> None:
+    for name in ("a", "a:run-2", "a:run-3", "ab", "a:run.9"):
+        await submit(log, name)
+    found = await log.latest_run("a")
+    assert found is not None
+    assert found.task_id == "a:run-3"
+    assert await log.latest_run("b") is None
+
+
+# ── claims ────────────────────────────────────────────────────────────────────
+
+
+async def test_claim_in_order(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "old", num_samples=2)
+    await submit(log, "image")
+    await submit(log, "urgent", priority=90)
+    first = await claim(log, node, 2)
+    assert [each.session_id for each in first] == ["urgent-0", "old-0"]
+    second = await log.claim(Offer(incarnation=node, room=1, images=("other",)))
+    assert [each.session_id for each in second] == ["old-1"], "what runs here goes before an older task"
+
+
+async def test_claim_prefers_prepared_images(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "a")
+    await submit(log, "b", runtime=make_spec().runtime.__class__(image="special"))
+    found = await log.claim(Offer(incarnation=node, room=1, images=("special",)))
+    assert [each.task_id for each in found] == ["b"]
+
+
+async def test_claim_needs_labels(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "a", requires={"zone": "x", "model": "m"})
+    assert not await claim(log, node, labels={"zone": "x"})
+    assert await claim(log, node, labels={"zone": "x", "model": "m", "node": "n"})
+
+
+async def test_claim_twice_gives_nothing(log: Log) -> None:
+    first, second = await join(log, "a"), await join(log, "b")
+    await submit(log, "t", num_samples=3)
+    mine = await claim(log, first, 2)
+    assert [each.attempt for each in mine] == [0, 0]
+    assert len(await claim(log, second)) == 1
+    assert not await claim(log, first)
+    assert await log.claims(first) == mine, "what a node asks after a lost answer"
+
+
+async def test_finish_whole_group(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", num_samples=2, group_id="g")
+    one, two = await claim(log, node)
+    assert await log.finish(one, end(one)) == "now"
+    assert await log.finish(two, end(two, reward=0.0, finished=NOW + 5)) == "now"
+    assert await keys(log) == ["trajectory:t-0", "trajectory:t-1", "group:t", "task:t"]
+    page = (await log.events(Cursor())).page
+    whole, group, task = (read_json(page.events[index].body) for index in (0, 2, 3))
+    assert whole["session_id"] == "t-0"
+    assert len(whole["traces"]) == 1
+    assert group["rewards"] == [1.0, 0.0]
+    assert group["state"] == "complete"
+    assert group["group_id"] == "g"
+    assert task == {
+        "task_id": "t",
+        "group_id": "g",
+        "counts": {"completed": 2},
+        "submitted": NOW,
+        "finished": NOW + 5,
+    }
+    record = await log.task("t")
+    assert record is not None
+    assert record.finished
+    assert await log.trajectory("t-0") == make_trajectory("t-0", group_id="g")
+
+
+async def test_finish_after_lost_answer(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    assert await log.finish(held, end(held)) == "now"
+    assert await log.finish(held, end(held)) == "already"
+    assert await keys(log) == ["trajectory:t-0", "group:t", "task:t"]
+
+
+async def test_finish_unknown_task(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    stray = ended_session(make_trajectory("x", task_id="gone"), finished=NOW)
+    assert await log.finish(type(held)(**{**_fields(held), "task_id": "gone"}), stray) == "unknown"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in value.__attrs_attrs__}
+
+
+async def test_finish_siblings_at_once(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", num_samples=8)
+    async with trio.open_nursery() as nursery:
+        for held in await claim(log, node):
+            nursery.start_soon(log.finish, held, end(held))
+    assert len(await keys(log)) == 10
+
+
+async def test_finish_large_body(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    assert await log.finish(held, end(held, turns=3, sampled=1_000_000)) == "now"
+    whole = await log.trajectory("t-0")
+    assert whole is not None
+    assert whole.sampled_tokens == 3_000_000
+
+
+async def test_capture_published_once(log: Log) -> None:
+    node = await join(log)
+    capture = ended_session(make_trajectory("c", task_id="", group_id=""), finished=NOW)
+    assert await log.publish(capture, node) == "now"
+    assert await log.publish(capture, node) == "already"
+    assert await keys(log) == ["trajectory:c"]
+
+
+# ── places that are put back ──────────────────────────────────────────────────
+
+
+async def test_put_back_counts_retry(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", retries=1)
+    (held,) = await claim(log, node)
+    assert await log.put_back(held, end(held, status="interrupted", reward=None)) is None
+    (again,) = await claim(log, node)
+    assert (again.attempt, again.retries) == (1, 1)
+    assert again.session_id != held.session_id
+    assert await log.finish(again, end(again)) == "now"
+    assert await keys(log) == ["attempt:t-0", f"trajectory:{again.session_id}", "group:t", "task:t"]
+    lost = await log.session("t-0")
+    assert lost is not None
+    assert lost.retried_as == again.session_id
+
+
+async def test_put_back_and_keep(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    kept = await log.put_back(held, end(held, status="interrupted"), keep=True, counts=False)
+    assert kept is not None
+    assert (kept.attempt, kept.retries) == (1, 0)
+    assert [each.session_id for each in await log.claims(node)] == [kept.session_id]
+    assert await log.put_back(held) is None, "it was put back before"
+    assert await log.finish(kept, end(kept)) == "now"
+
+
+async def test_spent_retries_end_group(log: Log) -> None:
+    await submit(log, "t", num_samples=2, retries=1)
+    for attempt in range(2):
+        node = await join(log, f"dead{attempt}")
+        held = await claim(log, node)
+        assert [each.attempt for each in held] == [attempt] * 2
+        await die(log, node)
+    node = await join(log, "alive")
+    assert not await claim(log, node), "a task that kills nodes walks on to no other"
+    for ending in await log.claim_endings(node, 10):
+        assert ending.ending == "retries spent"
+        lost = Outcome(status="error", boundary="node", reason="its node was lost")
+        assert await log.finish(ending, end(ending, outcome=lost, reward=None, turns=0)) == "now"
+    found = await keys(log)
+    assert found[2:] == ["group:t", "task:t"]
+
+
+async def test_unclaimed_loser_still_wins(log: Log) -> None:
+    slow, other = await join(log, "slow"), await join(log, "other")
+    await submit(log, "t")
+    (held,) = await claim(log, slow)
+    await die(log, slow)
+    assert await log.finish(held, end(held)) == "now", "nobody else runs it"
+    assert not await claim(log, other)
+
+
+async def test_late_finish_becomes_attempt(log: Log) -> None:
+    slow, other = await join(log, "slow"), await join(log, "other")
+    await submit(log, "t")
+    (held,) = await claim(log, slow)
+    await die(log, slow)
+    (again,) = await claim(log, other)
+    assert await log.finish(held, end(held)) == "another"
+    assert await log.publish(end(held), slow) == "now"
+    assert await log.finish(again, end(again)) == "now"
+    assert await log.finish(held, end(held)) == "another"
+    assert await keys(log) == ["attempt:t-0", f"trajectory:{again.session_id}", "group:t", "task:t"]
+
+
+# ── cancels and early stops ───────────────────────────────────────────────────
+
+
+async def test_cancel_running_and_queued(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", num_samples=2)
+    (held,) = await claim(log, node, 1)
+    assert await log.cancel("t", NOW)
+    assert await log.to_stop(node) == {held.session_id: "cancelled"}
+    assert not await claim(log, node)
+    (queued,) = await log.claim_endings(node, 10)
+    assert queued.ending == "cancelled"
+    assert queued.session_id == "t-1"
+    for each in (held, queued):
+        assert await log.finish(each, end(each, status="cancelled", reward=None)) == "now"
+    assert not await log.cancel("t", NOW)
+    assert not await log.cancel("u", NOW)
+
+
+async def test_cancelled_place_of_dead_node(log: Log) -> None:
+    dead, node = await join(log, "dead"), await join(log)
+    await submit(log, "t")
+    await claim(log, dead)
+    await log.cancel("t", NOW)
+    await die(log, dead)
+    assert not await claim(log, node)
+    assert [each.ending for each in await log.claim_endings(node, 10)] == ["cancelled"]
+
+
+async def test_early_stop_across_nodes(log: Log) -> None:
+    one, two = await join(log, "one"), await join(log, "two")
+    await submit(log, "t", num_samples=4, group=GroupSpec(early_stop_min=2))
+    first, second = await claim(log, one, 2)
+    (third,) = await claim(log, two, 1)
+    await log.finish(first, end(first, reward=None))  # not usable
+    assert await log.finish(second, end(second)) == "now"
+    assert not await log.to_stop(two)
+    (fourth,) = await claim(log, one, 1)
+    assert await log.finish(fourth, end(fourth)) == "now"
+    assert await log.to_stop(two) == {third.session_id: "early stop"}
+
+
+async def test_early_stop_ends_queued_places(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", num_samples=2, group=GroupSpec(early_stop_min=1))
+    (first,) = await claim(log, node, 1)
+    await log.finish(first, end(first))
+    assert not await claim(log, node)
+    assert [each.ending for each in await log.claim_endings(node, 10)] == ["early stop"]
+
+
+# ── nodes ─────────────────────────────────────────────────────────────────────
+
+
+async def test_join_inherits_own_places(log: Log) -> None:
+    await submit(log, "t", num_samples=2)
+    first = await join(log)
+    one, two = await claim(log, first)
+    joined = await log.join(NodeFacts(name="n"))
+    assert [each.session_id for each in joined.inherited] == [one.session_id, two.session_id]
+    assert not await log.sign(first), "it was replaced"
+    assert await log.finish(one, end(one)) == "another", "an older process of the name is fenced out"
+    mine = joined.inherited[0]
+    assert await log.finish(mine, end(mine, status="interrupted")) == "now"
+    assert await log.put_back(joined.inherited[1]) is None
+    assert [each.attempt for each in await claim(log, joined.incarnation)] == [1]
+
+
+async def test_expire_by_compare_and_set(log: Log) -> None:
+    node = await join(log)
+    watched = (await log.signs())[node]
+    assert await log.sign(node)
+    assert not await log.expire(node, watched), "it has signed since"
+    assert await log.expire(node, (await log.signs())[node])
+    assert not await log.sign(node)
+    assert node not in await log.signs()
+
+
+async def test_lost_node_claims_nothing(log: Log) -> None:
+    node = await join(log)
+    await die(log, node)
+    await submit(log, "t")
+    assert not await claim(log, node)
+    assert not await log.claim_endings(node, 1)
+
+
+async def test_leave_gives_places_back(log: Log) -> None:
+    node, other = await join(log), await join(log, "other")
+    await submit(log, "t")
+    await claim(log, node)
+    await log.leave(node)
+    assert await log.put_back_lost() == 1
+    assert len(await claim(log, other)) == 1
+
+
+async def test_nodes_and_node_of(log: Log) -> None:
+    node = await join(log, url="http://a", labels={"zone": "x"}, certificate="ab")
+    await log.sign(node, {"load": 3})
+    await submit(log, "t")
+    await claim(log, node)
+    (row,) = await log.nodes()
+    assert (row.facts.url, row.facts.labels, row.running, row.report) == (
+        "http://a",
+        {"zone": "x"},
+        1,
+        {"load": 3},
+    )
+    assert await log.node_of("t-0") == row
+    assert await log.node_of("u") is None
+
+
+# ── events and consumers ──────────────────────────────────────────────────────
+
+
+async def _finished(log: Log, *names: str) -> None:
+    node = await join(log, "finisher")
+    for name in names:
+        await submit(log, name)
+    for held in await claim(log, node):
+        await log.finish(held, end(held))
+
+
+async def test_events_after_cursor(log: Log) -> None:
+    await _finished(log, "a", "b")
+    name = await log.identity()
+    found = await log.events(Cursor(position=2, log=name), limit=2)
+    assert [each.seq for each in found.page.events] == [3, 4]
+    assert found.gap is None
+    assert found.log == name
+    assert found.page.seen == 4
+    filtered = await log.events(Cursor(), filters=Filters(task_id="b", kinds=("group",)))
+    assert [each.key for each in filtered.page.events] == ["group:b"]
+    assert filtered.page.seen == 6, "a reader whose filters match nothing more is at the end"
+
+
+async def test_consumer_never_moves_back(log: Log) -> None:
+    await _finished(log, "a")
+    assert (await log.position("c")).position == 0
+    assert (await log.acknowledge("c", Cursor(position=2), now=NOW)).position == 2
+    assert (await log.acknowledge("c", Cursor(position=1), now=NOW + 1)).position == 2
+    assert (await log.acknowledge("c", Cursor(position=99), now=NOW + 2)).position == 3
+    (row,) = await log.consumers()
+    assert (row.consumer, row.position, row.behind_events, row.moved, row.last_seen) == (
+        "c",
+        3,
+        0,
+        NOW + 2,
+        NOW + 2,
+    )
+    await log.attend("c", 1, now=NOW + 3)
+    assert (await log.consumers())[0].connected == 1
+    assert await log.forget("c")
+    assert not await log.forget("c")
+
+
+async def test_retention_below_acknowledged(log: Log) -> None:
+    await _finished(log, "a", "b")
+    keep = Retention(acknowledged=0, everything=1 << 40)
+    assert await log.prune(keep, now=NOW) == 0, "no consumer has acknowledged anything"
+    await log.acknowledge("slow", Cursor(position=3), now=NOW)
+    await log.acknowledge("quick", Cursor(position=6), now=NOW)
+    assert await log.prune(keep, now=NOW) == 3
+    assert await log.task("a") is None
+    assert await log.session("a-0") is None
+    found = await log.events(Cursor(position=1))
+    assert found.gap is not None
+    assert found.gap.position == 3
+    assert "retention" in found.gap.reason
+    assert found.page.first_seq == 4
+    assert await log.prune(keep, now=NOW) == 0
+    # a consumer that was not seen for a week is no longer waited for
+    assert await log.prune(keep, now=NOW + 8 * 24 * 3600) == 3
+    assert (await log.events(Cursor(position=6))).gap is None
+    await _finished(log, "c")
+    assert (await keys(log, 6))[0] == "trajectory:c-0", "positions go on"
+
+
+async def test_retention_above_everything(log: Log) -> None:
+    await _finished(log, "a", "b")
+    await log.acknowledge("c", Cursor(position=0), now=NOW)
+    assert await log.prune(Retention(everything=0, acknowledged=0), now=NOW) == 6
+
+
+async def test_retention_by_age(log: Log) -> None:
+    await _finished(log, "a")
+    keep = Retention(acknowledged_s=100.0)
+    await log.acknowledge("c", Cursor(position=3), now=NOW)
+    assert await log.prune(keep, now=NOW) == 0
+    assert await log.prune(keep, now=NOW + 99) == 0
+    assert await log.prune(keep, now=NOW + 101) == 3
+
+
+# ── weights ───────────────────────────────────────────────────────────────────
+
+
+async def test_version_counts_with_two_holders(log: Log) -> None:
+    one, two = await join(log, "one"), await join(log, "two")
+    await log.add_weights("v1", {"step": 1}, at=NOW)
+    await log.hold_weights("v1", one)
+    assert not await log.serve_weights("v1")
+    await log.hold_weights("v1", two)
+    assert await log.serve_weights("v1")
+    (row,) = await log.weights()
+    assert row.current
+    assert row.holders == (one, two)
+    assert row.body == {"step": 1}
+    await log.add_weights("v2", {}, at=NOW)
+    await log.hold_weights("v2", one)
+    await log.hold_weights("v2", two)
+    await die(log, one)
+    assert not await log.serve_weights("v2"), "a dead holder has no files"
+    await log.add_weights("v3", {}, shared=True, at=NOW)
+    assert await log.serve_weights("v3", holders=2)
+    assert [each.version for each in await log.weights() if each.current] == ["v3"]
+
+
+async def test_stale_node_claims_nothing(log: Log) -> None:
+    node = await join(log)
+    await log.add_weights("v1", {}, shared=True, at=NOW)
+    await log.serve_weights("v1")
+    await log.serving(node, {"": "v0"})
+    await submit(log, "t")
+    assert [each.facts.name for each in await log.stale_nodes()] == ["n"]
+    assert not await claim(log, node, serving={"": "v0"})
+    await log.serving(node, {"": "v1"})
+    assert not await log.stale_nodes()
+    assert await claim(log, node, serving={"": "v1"})
+
+
+async def test_adapter_version_required(log: Log) -> None:
+    node = await join(log)
+    await log.add_weights("a2", {}, adapter="a", shared=True, at=NOW)
+    await log.serve_weights("a2")
+    await submit(log, "t", adapter="a")
+    await submit(log, "u")
+    assert [each.task_id for each in await claim(log, node, serving={"a": "a1"})] == ["u"]
+    assert [each.task_id for each in await claim(log, node, serving={"a": "a2"})] == ["t"]
+    assert [each.version for each in await log.weights(adapters=True)] == ["a2"]
+
+
+# ── callbacks ─────────────────────────────────────────────────────────────────
+
+
+async def test_callback_leased_to_one(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", callback_url="http://r")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held))
+    (first,) = await log.lease_callbacks(10, seconds=60)
+    assert (first.key, first.url, first.task_id) == ("trajectory:t-0", "http://r", "t")
+    assert not await log.lease_callbacks(10, seconds=60), "the events of a task are sent in order"
+    await log.callback_failed(first, after_s=0)
+    (again,) = await log.lease_callbacks(10, seconds=60)
+    assert not await log.callback_taken(first), "another has leased it since"
+    assert await log.callback_taken(again)
+    assert [each.key for each in await log.lease_callbacks(10, seconds=60)] == ["group:t"]
+    assert await log.callback_count() == 2
+
+
+async def test_retention_waits_for_callbacks(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", callback_url="http://r")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held))
+    await log.acknowledge("c", Cursor(position=3), now=NOW)
+    keep = Retention(acknowledged=0)
+    assert await log.prune(keep, now=NOW) == 0
+    while found := await log.lease_callbacks(1, seconds=60):
+        await log.callback_taken(found[0])
+    assert await log.prune(keep, now=NOW) == 3
+
+
+# ── forks, attempts, evaluations ──────────────────────────────────────────────
+
+
+async def test_forks_of_session(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", num_samples=2)
+    root, fork = await claim(log, node)
+    parent = ForkedFrom(session_id=root.session_id, turn=1, got=1, by="replay")
+    await log.session_started(end(fork, forked_from=parent).identity)
+    (found,) = await log.forks(root.session_id, 10)
+    assert found.session_id == fork.session_id
+    assert found.forked_from == parent
+
+
+async def test_earlier_attempts_last_first(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", retries=5)
+    (held,) = await claim(log, node)
+    for _ in range(2):
+        held = await log.put_back(held, end(held, status="interrupted", turns=2), keep=True)  # type: ignore[assignment]
+    found = await log.earlier_attempts(end(held).identity)
+    assert [(each.identity.attempt, each.count) for each in found] == [(1, 2), (0, 2)]
+
+
+async def test_reward_once_an_evaluation(log: Log) -> None:
+    await _finished(log, "a")
+    node = await join(log)
+    spec = EvaluationSpec(task_id="a")
+    status = await log.submit_evaluation(
+        spec, {"a-0": None, "x": "unknown"}, evaluation_id="e", idempotency_key="k", incarnation=node, now=NOW
+    )
+    assert dict(status.counts) == {"pending": 1, "refused": 1}
+    assert [each.evaluation_id for each in await log.pending_evaluations(node)] == ["e"]
+    given = RewardEvent(session_id="a-0", task_id="a", group_id="a", reward=0.5, evaluation_id="e", given=NOW)
+    assert await log.reward(given)
+    assert not await log.reward(given)
+    done = await log.evaluation(None, "k")
+    assert done is not None
+    assert done.finished
+    assert done.sessions[0].reward == 0.5
+    page = (await log.events(Cursor(position=3), filters=Filters(kinds=("reward",)))).page
+    assert [read_json(each.body)["n"] for each in page.events] == [1]
