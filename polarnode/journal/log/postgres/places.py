@@ -15,7 +15,7 @@ from psycopg.types.json import Jsonb
 
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.codec.tasks import task_json
-from polarnode.core.errors import Conflict, Refused
+from polarnode.core.errors import Conflict, JournalError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome
 from polarnode.groups.group import Facts, member_of
@@ -33,6 +33,7 @@ from polarnode.merge.trajectory import Identity
 
 logger = logging.getLogger(__name__)
 
+BODY_TRIES: Final = 3  # of writing a body: another packing of it may be there once, and not again
 PART_BYTES: Final = 4 << 20  # of a body in one statement: a sign of life on the same disk waits no longer
 
 # ── submit ────────────────────────────────────────────────────────────────────
@@ -278,16 +279,14 @@ def finish(db: Database, claimed: Claim, ended: Ended) -> FinishAnswer:
     values = _values(ended, claimed.incarnation)
     values |= {"usable": member_of(spec.group, ended.facts).usable, "group_event": None, "task_event": None}
     put_body(db, ended, claimed.incarnation)
+    bodies = 1
     while True:
         answer = _answer(db, FINISH, values)
         if answer == "again":
-            # the last place: what the others ended with stands, so the events can be made before the next
-            # call
+            # the last place: what the others ended with stands, so the events can be made before the next call
             values |= _last_events(db, claimed, ended)
         elif answer == "body":
-            logger.warning("the body of session %s is written again", ended.identity.session_id)
-            drop_body(db, ended.identity.session_id, claimed.incarnation)
-            put_body(db, ended, claimed.incarnation)
+            bodies = _put_body_again(db, ended, claimed.incarnation, bodies)
         else:
             return cast(FinishAnswer, answer)
 
@@ -297,12 +296,21 @@ def publish(db: Database, ended: Ended, incarnation: int, *, kind: str | None = 
     # a session of a task that fills no place is an attempt; a capture's trajectory is a trajectory
     task = db.execute("SELECT 1 FROM tasks WHERE task_id = %s", (ended.identity.task_id,)).fetchone()
     values = _values(ended, incarnation) | {"kind": kind or ("trajectory" if task is None else "attempt")}
-    answer = _answer(db, PUBLISH, values)
-    while answer == "body":
-        drop_body(db, ended.identity.session_id, incarnation)
-        put_body(db, ended, incarnation)
-        answer = _answer(db, PUBLISH, values)
+    bodies = 1
+    while (answer := _answer(db, PUBLISH, values)) == "body":
+        bodies = _put_body_again(db, ended, incarnation, bodies)
     return cast(FinishAnswer, answer)
+
+
+def _put_body_again(db: Database, ended: Ended, incarnation: int, before: int) -> int:
+    """Write a body anew of which other parts were there; how often it was written now."""
+    session_id = ended.identity.session_id
+    if before == BODY_TRIES:
+        raise JournalError(f"the body of session {session_id} is not whole in the log after it was written")
+    logger.warning("the body of session %s is written again", session_id)
+    drop_body(db, session_id, incarnation)
+    put_body(db, ended, incarnation)
+    return before + 1
 
 
 def _answer(db: Database, statement: str, values: Mapping[str, Any]) -> str:

@@ -1,0 +1,654 @@
+"""What the log in PostgreSQL does beside the contract: wake-ups, restarts, failover, roles, migrations; and each rule
+fails once its SQL is taken away.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+import trio
+from attrs import evolve
+from journal_samples import make_spec
+from log_kit import NOW, claim, die, end, join, keys, open_postgres, submit
+from postgres_kit import Cluster, migrate_now, mutated, running_cluster
+from psycopg.types.json import Jsonb
+
+from polarnode.core.errors import ConfigError, JournalError
+from polarnode.core.task import GroupSpec
+from polarnode.journal.log.port import Cursor, Log, LogAway, NodeFacts, Offer
+from polarnode.journal.log.postgres import callbacks, events, membership, places
+from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
+from polarnode.journal.log.postgres.migrations import Migration, check_version, read_migrations
+from polarnode.journal.values import Retention
+
+# ── wake-ups ──────────────────────────────────────────────────────────────────
+
+
+async def test_news_wake_reader(dsn: str) -> None:
+    async with open_postgres(dsn) as log, open_postgres(dsn, name="other") as other:
+        node = await join(other)
+        await submit(other, "t")
+        (held,) = await claim(other, node)
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(other.finish, held, end(held))
+                while not (await log.events(Cursor())).page.events:
+                    await log.wait_news(30)
+
+
+async def test_news_of_cancel(dsn: str) -> None:
+    async with open_postgres(dsn) as log, open_postgres(dsn, name="other") as other:
+        node = await join(log)
+        await submit(log, "t")
+        (held,) = await claim(log, node)
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(other.cancel, "t", NOW)
+                while held.session_id not in await log.to_stop(node):
+                    await log.wait_news(30)
+
+
+async def test_silent_node_loses_places(dsn: str) -> None:
+    """No test waits for a lease elsewhere; here a node that signs and one that does not are watched."""
+    async with open_postgres(dsn) as watcher, open_postgres(dsn, watch=False) as silent:
+        alive = await join(watcher, "alive")
+        dead = await join(silent, "dead")
+        await submit(watcher, "t")
+        await claim(silent, dead)
+        with trio.fail_after(60):
+            while not (again := await claim(watcher, alive)):
+                await watcher.wait_news(1)
+        assert again[0].attempt == 1
+        assert [each.incarnation for each in await watcher.nodes()] == [alive]
+
+
+# ── the log is away ───────────────────────────────────────────────────────────
+
+
+async def test_crash_and_recovery() -> None:
+    with running_cluster() as cluster:
+        async with open_postgres(cluster.database(), watch=False) as log:
+            node = await join(log)
+            await submit(log, "t", num_samples=2)
+            one, two = await claim(log, node)
+            assert await log.finish(one, end(one)) == "now"
+            await trio.to_thread.run_sync(cluster.crash)
+            with pytest.raises(LogAway, match="the log is away") as raised:
+                await log.finish(two, end(two))
+            assert raised.value.retry_after > 0
+            assert await log.reachable() is not None
+            await trio.to_thread.run_sync(cluster.start)
+            assert await log.finish(one, end(one)) == "already"
+            assert await log.finish(two, end(two)) == "now"
+            assert await log.reachable() is None
+            assert await keys(log) == ["trajectory:t-0", "trajectory:t-1", "group:t", "task:t"]
+
+
+async def test_outage_expires_nobody() -> None:
+    with running_cluster() as cluster:
+        dsn = cluster.database()
+        async with open_postgres(dsn) as one, open_postgres(dsn, name="two") as two:
+            first, second = await join(one, "one"), await join(two, "two")
+            await submit(one, "t")
+            await claim(one, first)
+            await trio.sleep(1.5)  # each has seen the other's sign
+            with cluster.frozen():
+                await trio.sleep(7)  # longer than the lease
+            await trio.sleep(2)
+            with trio.fail_after(30):
+                assert set(await one.signs()) == {first, second}
+            assert len(await one.claims(first)) == 1
+
+
+def test_stopped_client_releases_locks(dsn: str) -> None:
+    """A process that is stopped within a transaction is ended by the server, and others go on."""
+    with open_database(dsn, name="stopped") as db:
+        db.execute("BEGIN")
+        db.execute("UPDATE log SET position = position")
+        began = time.monotonic()
+        with open_database(dsn, name="other") as other:
+            assert other.execute("UPDATE log SET position = position").rowcount == 1
+        assert time.monotonic() - began < 15
+        with pytest.raises(psycopg.Error):
+            db.execute("COMMIT")
+
+
+def test_bad_dsn_is_named() -> None:
+    with pytest.raises(ConfigError, match="DSN of libpq") as raised:
+        check_dsn("postgresql://user:secret@host/db?nonsense=1")
+    assert "secret" not in str(raised.value)
+
+
+def test_unreachable_server_is_away() -> None:
+    with pytest.raises(LogAway, match="the log is away"):
+        Connection("host=/nowhere dbname=x", "n").run_now(check_version)
+
+
+# ── failover and restore ──────────────────────────────────────────────────────
+
+
+async def test_promotion_names_gap() -> None:
+    """What an asynchronous standby lacks is a gap with a name; a node commits it again by its key."""
+    with running_cluster() as primary:
+        dsn = primary.database()
+        name = dsn.rpartition("=")[2]
+        async with open_postgres(dsn, watch=False) as log:
+            node = await join(log)
+            await submit(log, "t", num_samples=4)
+            held = await claim(log, node)
+            assert await log.finish(held[0], end(held[0])) == "now"
+            with primary.standby() as standby:
+                _wait_replayed(primary, standby, name)
+                standby.stop()  # it is behind from now on
+                assert await log.finish(held[1], end(held[1])) == "now"
+                assert await log.finish(held[2], end(held[2])) == "now"
+                old = await log.acknowledge("c", Cursor(position=3, log=await log.identity()), now=NOW)
+                early = Cursor(position=1, log=old.log)
+                primary.crash()
+                standby.start()
+                standby.promote()
+                async with open_postgres(standby.dsn(name), watch=False) as other:
+                    assert await other.identity() != old.log
+                    page = await other.events(old)
+                    assert page.gap is not None
+                    assert (page.gap.position, page.gap.asked) == (1, old)
+                    assert "lost after event 1" in page.gap.reason
+                    assert (await other.events(early)).gap is None, "who had read no more misses nothing"
+                    # what was acknowledged at the old primary is not acknowledged here
+                    assert (await other.acknowledge("c", old, now=NOW)).position == 1
+                    assert await other.finish(held[0], end(held[0])) == "already"
+                    for each in held[1:]:
+                        assert await other.finish(each, end(each)) == "now"
+                    assert len(await keys(other)) == 6
+
+
+def _wait_replayed(primary: Cluster, standby: Cluster, name: str) -> None:
+    with psycopg.connect(primary.dsn(name), autocommit=True) as db:
+        target = db.execute("SELECT pg_current_wal_lsn()").fetchone()
+    with psycopg.connect(standby.dsn(name), autocommit=True) as db:
+        for _ in range(600):
+            row = db.execute("SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn", target).fetchone()
+            if row is not None and row[0]:
+                return
+            time.sleep(0.05)
+    raise AssertionError("the standby did not follow")
+
+
+async def test_unmarked_restore_is_found(cluster: Cluster) -> None:
+    async with open_postgres(cluster.database(), watch=False) as log:
+        await submit(log, "t")
+        old = await log.identity()
+        page = await log.events(Cursor(position=9, log=old))
+        assert page.gap is not None
+        assert "mark it as restored" in page.gap.reason
+        new = await log.mark_restored()
+        assert new != old
+        assert await log.identity() == new
+        page = await log.events(Cursor(position=9, log=old))
+        assert page.gap is not None
+        assert "was lost after event 0" in page.gap.reason
+        unknown = await log.events(Cursor(position=9, log="elsewhere-1-0"))
+        assert unknown.gap is not None
+        assert "does not know the log elsewhere-1-0" in unknown.gap.reason
+
+
+async def test_claim_lost_with_primary(dsn: str) -> None:
+    """The log lost a claim; the node that has it finishes all the same, unless another claimed the place."""
+    async with open_postgres(dsn, watch=False) as log:
+        node = await join(log)
+        await submit(log, "t", num_samples=2)
+        one, two = await claim(log, node)
+        with open_database(dsn, name="restore") as db:
+            db.execute("UPDATE places SET state = 'queued', attempt = -1, incarnation = NULL")
+        later = evolve(two, attempt=1, session_id="second-attempt")
+        assert await log.finish(one, end(one)) == "now"
+        assert await log.finish(later, end(later)) == "now"
+
+
+# ── each rule fails without its SQL ───────────────────────────────────────────
+
+
+async def _claimed_by_two(log: Log, other: Log) -> None:
+    one, two = await join(log, "one"), await join(other, "two")
+    await submit(log, "t", num_samples=40)
+    taken: list[str] = []
+
+    async def take(by: Log, node: int) -> None:
+        for _ in range(20):
+            taken.extend(each.session_id for each in await claim(by, node, 2))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take, log, one)
+        nursery.start_soon(take, other, two)
+    assert sorted(taken) == sorted({*taken})
+    assert len(taken) == 40
+
+
+async def test_claims_by_two_nodes(dsn: str) -> None:
+    async with open_postgres(dsn, watch=False) as log, open_postgres(dsn, watch=False) as other:
+        await _claimed_by_two(log, other)
+
+
+def test_claim_waits_for_nobody(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def claim_beside_lock(statement: str) -> int:
+        with (
+            open_database(dsn, name="holder") as holder,
+            open_database(dsn, name="node") as db,
+            holder.transaction(),
+        ):
+            holder.execute("SELECT 1 FROM places WHERE place = 0 FOR UPDATE")
+            db.execute("SET lock_timeout = '300ms'")
+            values: dict[str, Any] = {
+                "incarnation": node,
+                "room": 9,
+                "labels": Jsonb({}),
+                "images": [],
+                "serving": Jsonb({}),
+            }
+            return len(db.execute(statement.encode(), values).fetchall())
+
+    with open_database(dsn, name="setup") as db:
+        node = membership.join(db, NodeFacts(name="n")).incarnation
+        _submit_now(db, "t", 3)
+    without = places.CLAIM.replace(" SKIP LOCKED", "")
+    assert without != places.CLAIM
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        claim_beside_lock(without)
+    assert claim_beside_lock(places.CLAIM) == 2
+
+
+def _submit_now(db: Any, task_id: str, num_samples: int, **more: Any) -> None:
+    places.submit(
+        db,
+        make_spec(num_samples=num_samples, **more),
+        task_id=task_id,
+        session_ids=tuple(f"{task_id}-{index}" for index in range(num_samples)),
+        idempotency_key=None,
+        callback_kinds=("trajectory",),
+        submitted=NOW,
+    )
+
+
+Rule = Callable[[Log], Any]
+
+
+async def _fenced_out(log: Log) -> None:
+    await submit(log, "t")
+    old = await join(log)
+    (held,) = await claim(log, old)
+    await log.join(NodeFacts(name="n"))
+    assert await log.finish(held, end(held)) == "another"
+
+
+async def _attempt_not_filled(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    await log.put_back(held, end(held, status="interrupted"))
+    assert await log.finish(held, end(held)) == "another"
+
+
+async def _positions_after_pruning(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held))
+    await log.acknowledge("c", Cursor(position=3), now=NOW)
+    assert await log.prune(Retention(acknowledged=0), now=NOW) == 3
+    await submit(log, "u")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held))
+    assert [each.seq for each in (await log.events(Cursor(position=3))).page.events] == [4, 5, 6]
+
+
+async def _whole_body(log: Log) -> None:
+    """A body of which some parts are missing is written again before the place is filled."""
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    whole = end(held, turns=2)
+    with open_database(log._writer.dsn, name="partly") as db:  # type: ignore[attr-defined]
+        places.put_body(db, evolve(whole, parts=(b"other", *whole.parts[1:])), node)
+    assert await log.finish(held, whole) == "now"
+    found = await log.trajectory("t-0")
+    assert found is not None
+    assert len(found.turns) == 2
+
+
+async def _spent_is_ended(log: Log) -> None:
+    await submit(log, "t", retries=0)
+    node = await join(log)
+    (held,) = await claim(log, node)
+    await log.put_back(held)
+    assert not await claim(log, node)
+    assert len(await log.claim_endings(node, 9)) == 1
+
+
+async def _identity_changes(log: Log) -> None:
+    old = await log.identity()
+    assert await log.mark_restored() != old
+
+
+async def _enough_stops(log: Log) -> None:
+    await submit(log, "t", num_samples=2, group=GroupSpec(early_stop_min=1))
+    node = await join(log)
+    (held,) = await claim(log, node, 1)
+    await log.finish(held, end(held))
+    assert not await claim(log, node)
+
+
+async def _two_holders(log: Log) -> None:
+    node, dead = await join(log), await join(log, "dead")
+    await log.add_weights("v", {}, at=NOW)
+    for each in (node, dead):
+        await log.hold_weights("v", each)
+    await die(log, dead)
+    assert not await log.serve_weights("v")
+
+
+RULES: list[tuple[Rule, str, str]] = [
+    (
+        _fenced_out,
+        "AND held.session_id = p_session AND held.incarnation = p_incarnation)",
+        "AND held.session_id = p_session)",
+    ),
+    (
+        _attempt_not_filled,
+        "IF EXISTS (SELECT 1 FROM sessions WHERE session_id = p_session AND outcome IS NOT NULL) THEN\n        RETURN 'another'",
+        "IF false THEN\n        RETURN 'another'",
+    ),
+    (
+        _positions_after_pruning,
+        "UPDATE log SET position = position + 1 RETURNING position INTO given;",
+        "SELECT coalesce(max(position), 0) + 1 INTO given FROM events; UPDATE log SET position = given;",
+    ),
+    (
+        _whole_body,
+        "IF NOT body_is_whole(p_session, p_incarnation, p_parts, p_bytes) THEN RETURN 'body'; END IF;\n    SELECT count(*)",
+        "SELECT count(*)",
+    ),
+    (_spent_is_ended, "spent = spent OR lost_once_more,", "spent = spent,"),
+    (_identity_changes, "UPDATE log SET restored = restored + 1;", ""),
+    (_enough_stops, "enough = enough OR coalesce(usable + 1 >= early_stop_min, false)", "enough = enough"),
+    (
+        _two_holders,
+        "WHERE weight_holders.version = p_version AND nodes.state = 'alive')) THEN",
+        "WHERE weight_holders.version = p_version)) THEN",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "sql", "without"), RULES, ids=[rule.__name__[1:] for rule, _, _ in RULES])
+async def test_rule_and_its_sql(cluster: Cluster, rule: Rule, sql: str, without: str) -> None:
+    async with open_postgres(cluster.database(), watch=False) as log:
+        await rule(log)
+    async with open_postgres(cluster.database(mutated(sql, without)), watch=False) as log:
+        with _fails():
+            await rule(log)
+
+
+@contextlib.contextmanager
+def _fails() -> Any:
+    """Fail as a test does, or by writing a key twice; a mistake in the changed SQL is no proof."""
+    with pytest.raises((AssertionError, psycopg.errors.UniqueViolation, JournalError)) as raised:
+        yield
+    assert not isinstance(raised.value, LogAway)
+
+
+# rules whose SQL is a statement of the node: the constant is replaced
+
+
+async def _expired_by_old_sign(log: Log) -> None:
+    node = await join(log)
+    watched = (await log.signs())[node]
+    await log.sign(node)
+    assert not await log.expire(node, watched)
+
+
+async def _inherits(log: Log) -> None:
+    await submit(log, "t")
+    node = await join(log)
+    await claim(log, node)
+    assert len((await log.join(NodeFacts(name="n"))).inherited) == 1
+
+
+async def _lost_retries_count(log: Log) -> None:
+    await submit(log, "t", retries=0)
+    node = await join(log)
+    await claim(log, node)
+    await die(log, node)
+    assert not await claim(log, await join(log, "other"))
+
+
+async def _stale_claims_nothing(log: Log) -> None:
+    node = await join(log)
+    await log.add_weights("v", {}, shared=True, at=NOW)
+    await log.serve_weights("v")
+    await submit(log, "t")
+    assert not await claim(log, node, serving={"": "u"})
+
+
+async def _labels_required(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", requires={"zone": "x"})
+    assert not await claim(log, node)
+
+
+async def _lease_in_order(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", callback_url="http://r")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held))
+    assert len(await log.lease_callbacks(9, seconds=60)) == 1
+
+
+async def _ack_never_back(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held))
+    await log.acknowledge("c", Cursor(position=3), now=NOW)
+    assert (await log.acknowledge("c", Cursor(position=1), now=NOW)).position == 3
+
+
+async def _retention_waits(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held))
+    await log.acknowledge("slow", Cursor(position=1), now=NOW)
+    await log.acknowledge("quick", Cursor(position=3), now=NOW)
+    assert await log.prune(Retention(acknowledged=0), now=NOW) == 1
+
+
+CONSTANTS: list[tuple[Rule, Any, str, str, str]] = [
+    (_expired_by_old_sign, membership, "EXPIRE", "AND sign = %s", "AND %s >= 0"),
+    (_inherits, membership, "JOIN", "old.name = began.name", "false"),
+    (_lost_retries_count, places, "PUT_BACK_LOST", "spent OR retries >= held.max_retries", "spent"),
+    (
+        _stale_claims_nothing,
+        places,
+        "CLAIM",
+        "w.version IS DISTINCT FROM %(serving)s ->> w.adapter",
+        "%(serving)s IS NULL",
+    ),
+    (_labels_required, places, "CLAIM", "t.requires <@ %(labels)s", "%(labels)s IS NOT NULL"),
+    (_lease_in_order, callbacks, "LEASE", "before.position < c.position", "false"),
+    (
+        _ack_never_back,
+        events,
+        "ACKNOWLEDGE",
+        "greatest(consumers.position, EXCLUDED.position)",
+        "EXCLUDED.position",
+    ),
+    (
+        _retention_waits,
+        events,
+        "STANDING",
+        "SELECT min(position) FROM consumers",
+        "SELECT max(position) FROM consumers",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "module", "name", "sql", "without"), CONSTANTS, ids=[each[0].__name__[1:] for each in CONSTANTS]
+)
+async def test_rule_and_its_statement(
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: Rule,
+    module: Any,
+    name: str,
+    sql: str,
+    without: str,
+) -> None:
+    async with open_postgres(cluster.database(), watch=False) as log:
+        await rule(log)
+    text = getattr(module, name)
+    assert text.count(sql) == 1
+    monkeypatch.setattr(module, name, text.replace(sql, without))
+    async with open_postgres(cluster.database(), watch=False) as log:
+        with _fails():
+            await rule(log)
+
+
+def test_large_body_holds_nobody(dsn: str) -> None:
+    """A body of 100 MB is written in parts, and what holds the others is the short function alone."""
+    with open_database(dsn, name="a") as db, open_database(dsn, name="b") as other:
+        node = membership.join(db, NodeFacts(name="n")).incarnation
+        for name in ("large", "small"):
+            _submit_now(db, name, 1)
+        large, small = places.claim(db, Offer(incarnation=node, room=2))
+        body = end(large)
+        body = evolve(body, parts=(*body.parts, *(bytes(4 << 20) for _ in range(25))))
+        done = threading.Event()
+
+        def finish_large() -> None:
+            assert places.finish(db, large, body) == "now"
+            done.set()
+
+        thread = threading.Thread(target=finish_large)
+        thread.start()
+        answers = 0
+        while not done.is_set() and answers < 1:
+            answers += places.finish(other, small, end(small)) == "now"
+        held = not done.is_set()
+        thread.join()
+        assert answers == 1
+        assert held, "the small one was finished while the large one was written"
+
+
+# ── sweeping ──────────────────────────────────────────────────────────────────
+
+
+async def test_bodies_without_event_swept(dsn: str) -> None:
+    async with open_postgres(dsn, watch=False) as log:
+        node = await join(log)
+        await submit(log, "t", num_samples=2)
+        one, two = await claim(log, node)
+        with open_database(dsn, name="x") as db:
+            places.put_body(db, end(one), 999)  # of an incarnation that never finished
+            await log.finish(one, end(one))
+            places.put_body(db, end(two), node)  # finishes now
+            db.execute("UPDATE bodies SET at = at - interval '2 hours'")
+            await log.prune(Retention(), now=NOW)
+            rows = db.execute("SELECT DISTINCT session_id, written_by FROM bodies ORDER BY 1").fetchall()
+        assert [tuple(row.values()) for row in rows] == [("t-0", node), ("t-1", node)]
+
+
+# ── migrations ────────────────────────────────────────────────────────────────
+
+
+def test_migrations_applied_once(cluster: Cluster) -> None:
+    dsn = cluster.database()
+    assert migrate_now(dsn) == ()
+    more = (*read_migrations(), Migration(number=9, name="0009_more.sql", text="CREATE TABLE more (a int)"))
+    assert migrate_now(dsn, more) == ("0009_more.sql",)
+    with (
+        open_database(dsn, name="x") as db,
+        pytest.raises(ConfigError, match=r"has migration 0009 .* knows up to 0003"),
+    ):
+        check_version(db)
+    with pytest.raises(ConfigError, match="0009"):
+        migrate_now(dsn)
+
+
+def test_failed_migration_leaves_nothing(cluster: Cluster) -> None:
+    dsn = cluster.database()
+    broken = Migration(number=4, name="0004_broken.sql", text="CREATE TABLE half (a int); SELECT 1/0")
+    with pytest.raises(ConfigError, match=r"0004_broken\.sql failed"):
+        migrate_now(dsn, (*read_migrations(), broken))
+    with open_database(dsn, name="x") as db:
+        assert db.execute("SELECT to_regclass('half') AS found").fetchone() == {"found": None}
+        check_version(db)
+
+
+def test_missing_migrations_named(cluster: Cluster) -> None:
+    dsn = cluster.database(read_migrations()[:1])
+    with (
+        open_database(dsn, name="x") as db,
+        pytest.raises(ConfigError, match=r"lacks 0002_functions\.sql, 0003_roles\.sql"),
+    ):
+        check_version(db)
+
+
+# ── roles ─────────────────────────────────────────────────────────────────────
+
+
+def _login(cluster: Cluster, dsn: str, role: str) -> str:
+    with (
+        contextlib.suppress(psycopg.errors.DuplicateObject),
+        psycopg.connect(cluster.dsn(), autocommit=True) as db,
+    ):
+        db.execute(f"CREATE ROLE a_{role} LOGIN IN ROLE polarnode_{role}".encode())
+    return dsn.replace("user=postgres", f"user=a_{role}")
+
+
+async def test_node_role_does_all(cluster: Cluster) -> None:
+    dsn = _login(cluster, cluster.database(), "node")
+    async with open_postgres(dsn) as log:
+        node = await join(log)
+        await submit(log, "t", callback_url="http://r")
+        (held,) = await claim(log, node)
+        assert await log.finish(held, end(held)) == "now"
+        await log.acknowledge("c", Cursor(position=3), now=NOW)
+        await log.lease_callbacks(1, seconds=1)
+        await log.prune(Retention(), now=NOW)
+        await log.mark_restored()
+    with open_database(dsn, name="x") as db:
+        for statement in (
+            "CREATE TABLE polarnode.mine (a int)",
+            "DELETE FROM migrations",
+            "DROP TABLE events",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                db.execute(statement.encode())
+
+
+def test_reader_role_sees_no_prompt(cluster: Cluster) -> None:
+    dsn = _login(cluster, cluster.database(), "reader")
+    with open_database(dsn, name="x") as db:
+        for statement in (
+            "SELECT task_id, state FROM places",
+            "SELECT position, kind, key FROM events",
+            "SELECT name, state FROM nodes",
+            "SELECT * FROM consumers",
+        ):
+            db.execute(statement.encode())
+        for statement in (
+            "SELECT spec FROM tasks",
+            "SELECT data FROM bodies",
+            "SELECT body FROM events",
+            "SELECT outcome FROM sessions",
+            "SELECT url FROM callbacks",
+            "SELECT spec FROM evaluations",
+            "UPDATE consumers SET position = 0",
+            "SELECT mark_restored()",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                db.execute(statement.encode())
