@@ -1,16 +1,18 @@
 """What tests of the log do all the time: tasks, nodes that join, sessions that end."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
-from attrs import evolve, field, frozen
+from attrs import evolve
 from journal_samples import make_spec, make_trajectory
 
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome
 from polarnode.journal.log.port import Claim, Cursor, Ended, Log, NodeFacts, Offer, ended_session
 from polarnode.journal.log.postgres.postgres import open_postgres_log
+from polarnode.journal.log.sqlite import open_sqlite_log
 from polarnode.journal.values import EventKind, Filters
 
 EVERY_KIND: tuple[EventKind, ...] = ("trajectory", "group", "task", "attempt", "reward")
@@ -84,16 +86,13 @@ async def die(log: Log, incarnation: int) -> None:
     await log.put_back_lost()
 
 
-@frozen
-class Implementation:
-    """One kind of log: `open` opens it, again and from many nodes at once where it can be shared."""
-
-    name: str
-    open: Callable[..., AbstractAsyncContextManager[Log]]
-    facts: Mapping[str, Any] = field(factory=dict)
-
-
 @asynccontextmanager
 async def open_postgres(dsn: str, **more: Any) -> AsyncIterator[Log]:
     async with open_postgres_log(dsn, **more) as log:
+        yield cast(Log, log)
+
+
+@asynccontextmanager
+async def open_sqlite(path: Path) -> AsyncIterator[Log]:
+    async with open_sqlite_log(path) as log:
         yield cast(Log, log)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import trio
 from journal_samples import make_spec, make_trajectory
-from log_kit import NOW, claim, die, end, join, keys, open_postgres, submit
+from log_kit import NOW, claim, die, end, join, keys, open_postgres, open_sqlite, submit
 
 from polarnode.core.codec.json import read_json
 from polarnode.core.errors import Conflict, Refused
@@ -17,8 +17,12 @@ from polarnode.journal.log.port import Cursor, Log, NodeFacts, Offer, ended_sess
 from polarnode.journal.values import Filters, Retention
 
 
-@pytest.fixture(params=["postgres"])
+@pytest.fixture(params=["sqlite", "postgres"])
 async def log(request: pytest.FixtureRequest) -> AsyncIterator[Log]:
+    if request.param == "sqlite":
+        async with open_sqlite(request.getfixturevalue("tmp_path") / "journal.sqlite") as alone:
+            yield alone
+        return
     async with open_postgres(request.getfixturevalue("dsn"), watch=False) as found:
         yield found
 

@@ -283,7 +283,7 @@ def finish(db: Database, claimed: Claim, ended: Ended) -> FinishAnswer:
     while True:
         answer = _answer(db, FINISH, values)
         if answer == "again":
-            # the last place: what the others ended with stands, so the events can be made before the next call
+            # the last place: the others stand, so the events can be made before the next call
             values |= _last_events(db, claimed, ended)
         elif answer == "body":
             bodies = _put_body_again(db, ended, claimed.incarnation, bodies)
