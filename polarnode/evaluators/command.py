@@ -32,9 +32,14 @@ from polarnode.evaluators.contract import FROM_INPUT, TAIL, Evaluator, Finished,
 
 REWARD_BYTES = 64 * 1024  # a reward file is a number or a small object
 
-# A folder the agent closed is opened by its owner; root in a container without capabilities may delete what
-# is root's and nothing else.
-REMOVE = 'chmod -R u+rwX -- "$@" 2>/dev/null; exec rm -rf -- "$@"'
+# A folder the agent closed, there or above, is opened by its owner; root in a container without capabilities
+# may delete what is root's and nothing else.
+REMOVE = """
+opened() { case $1 in ?*/*) opened "${1%/*}";; esac; [ -z "$1" ] || chmod u+rwx -- "$1" 2>/dev/null; }
+for each; do case $each in */*) opened "${each%/*}";; esac; done
+chmod -R u+rwX -- "$@" 2>/dev/null
+exec rm -rf -- "$@"
+"""
 
 
 async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = None) -> None:

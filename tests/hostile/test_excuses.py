@@ -76,6 +76,40 @@ ACTS = {
             os.chmod("/work", 0)
         """
     ),
+    "it closes the folder of the reward": Act(
+        script="""
+            import os
+            from inside import turn
+            turn()
+            os.makedirs("/work/a/b")
+            os.chmod("/work/a/b", 0)
+            os.chmod("/work/a", 0)
+        """,
+        evaluator={
+            "name": "command",
+            "config": {"script": "echo 0 > /work/a/b/reward", "reward_file": "/work/a/b/reward"},
+        },
+    ),
+    "it removes the task's test": Act(
+        script="""
+            import os
+            from inside import turn
+            turn()
+            os.remove("/work/inside.py")
+        """,
+        evaluator={"name": "command", "config": {"argv": ["/work/inside.py"]}},
+    ),
+    "its program ends as a missing one": Act(
+        script="""
+            import os
+            from inside import turn
+            turn()
+            with open("prog", "w") as file:
+                file.write("#!/bin/sh\\nexit 127\\n")
+            os.chmod("prog", 0o755)
+        """,
+        evaluator={"name": "command", "config": {"separate": {}, "script": "as-agent ./prog"}},
+    ),
     "it fills its memory with files": Act(
         script="""
             from inside import turn
