@@ -245,6 +245,7 @@ def test_claim_waits_for_nobody(dsn: str, monkeypatch: pytest.MonkeyPatch) -> No
             values: dict[str, Any] = {
                 "incarnation": node,
                 "room": 9,
+                "window": 9,
                 "labels": Jsonb({}),
                 "images": [],
                 "serving": Jsonb({}),
@@ -510,7 +511,7 @@ async def test_rule_and_its_statement(
     async with open_postgres(cluster.database(), watch=False) as log:
         await rule(log)
     text = getattr(module, name)
-    assert text.count(sql) == 1
+    assert sql in text
     monkeypatch.setattr(module, name, text.replace(sql, without))
     async with open_postgres(cluster.database(), watch=False) as log:
         with _fails():

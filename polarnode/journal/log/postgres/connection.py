@@ -44,6 +44,7 @@ KEEPALIVES: Final[dict[str, Any]] = {
 SETTINGS: Final = (
     f"-c search_path={SCHEMA} -c statement_timeout={STATEMENT_S}s"
     f" -c idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_S}s"
+    " -c jit=off"  # to compile a claim takes longer than to run it
     " -c lock_timeout=20s"  # a lock is held for milliseconds, or by a process that the line above ends
 )
 

@@ -44,14 +44,15 @@ WITH task AS (
         adapter, max_retries, early_stop_min, callback_url, callback_kinds)
     VALUES (%(task)s, %(group)s, %(key)s, %(submitted)s, %(spec)s, %(priority)s, %(requires)s, %(image)s,
         %(adapter)s, %(retries)s, %(early_stop_min)s, %(url)s, %(kinds)s)
-    RETURNING task_id
+    RETURNING task_id, priority, number
 ), samples AS (
-    SELECT task_id, session_id, (number - 1)::integer AS place
-    FROM task, unnest(%(sessions)s::text[]) WITH ORDINALITY AS given (session_id, number)
+    SELECT task_id, priority, number, session_id, (nth - 1)::integer AS place
+    FROM task, unnest(%(sessions)s::text[]) WITH ORDINALITY AS given (session_id, nth)
 ), began AS (
     INSERT INTO sessions (session_id, task_id, place) SELECT session_id, task_id, place FROM samples
 ), queued AS (
-    INSERT INTO places (task_id, place, session_id) SELECT task_id, place, session_id FROM samples
+    INSERT INTO places (task_id, place, priority, number, session_id)
+    SELECT task_id, place, priority, number, session_id FROM samples
 )
 SELECT pg_notify('polarnode', 'places')"""
 
@@ -125,41 +126,66 @@ WITH chosen AS ({chosen}), taken AS (
     WHERE sessions.session_id = taken.before AND taken.before <> taken.session_id
 )
 SELECT taken.*, spec, submitted, idempotency_key, cancelled, enough
-FROM taken JOIN tasks USING (task_id) ORDER BY priority DESC, number, place"""
+FROM taken JOIN tasks USING (task_id) ORDER BY taken.priority DESC, taken.number, place"""
 
-# Rows of places that are locked by another claim are passed over, so that nodes never wait for each other.
-# A node that was declared lost claims nothing: what it would take would be put back at once.
+# What may be chosen: places of tasks that run here, and the first %(window)s of the queue, in its order, of
+# which an index gives no more rows than are asked for. To look through a queue of 100,000 places took two
+# seconds. Rows that are locked by another claim are passed over, so that nodes never wait for each other. A
+# node that was declared lost claims nothing: what it would take would be put back at once.
 QUEUED: Final = """
-SELECT p.task_id, p.place, p.session_id FROM places p JOIN tasks t USING (task_id)
-WHERE p.state = 'queued' AND NOT p.spent AND t.cancelled IS NULL AND NOT t.enough
-    AND t.requires <@ %(labels)s
-    AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.adapter IN ('', t.adapter)
-        AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)
+WITH mine AS (
+    SELECT DISTINCT task_id FROM places WHERE state = 'running' AND incarnation = %(incarnation)s
+), first AS (
+    SELECT p.task_id, p.place FROM places p JOIN tasks t USING (task_id)
+    WHERE p.state = 'queued' AND NOT p.spent AND {fits}
+    ORDER BY p.priority DESC, p.number, p.place LIMIT %(window)s
+), candidates AS (
+    SELECT task_id, place FROM first
+    UNION SELECT task_id, place FROM mine JOIN places USING (task_id) WHERE state = 'queued' AND NOT spent
+)
+SELECT p.task_id, p.place, p.session_id
+FROM candidates JOIN places p USING (task_id, place) JOIN tasks t USING (task_id)
+WHERE p.state = 'queued' AND NOT p.spent AND {fits}
     AND EXISTS (SELECT 1 FROM nodes WHERE incarnation = %(incarnation)s AND state = 'alive')
-ORDER BY t.priority DESC,
-    EXISTS (SELECT 1 FROM places mine WHERE mine.task_id = p.task_id AND mine.state = 'running'
-        AND mine.incarnation = %(incarnation)s) DESC,
-    t.image = ANY (%(images)s) DESC, t.number, p.place
+ORDER BY p.priority DESC, (p.task_id IN (SELECT task_id FROM mine)) DESC, t.image = ANY (%(images)s) DESC,
+    p.number, p.place
 LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 
+FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND t.requires <@ %(labels)s
+    AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.adapter IN ('', t.adapter)
+        AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)"""
+
+# Of the tasks that are to end only those are looked at that have not ended: a table of finished ones is not
+# read.
 TO_END: Final = """
-SELECT p.task_id, p.place, p.session_id FROM places p JOIN tasks t USING (task_id)
+WITH candidates AS (
+    SELECT task_id, place FROM places WHERE state = 'queued' AND spent
+    UNION SELECT q.task_id, q.place FROM tasks JOIN places q USING (task_id)
+        WHERE (cancelled IS NOT NULL OR enough) AND NOT finished AND q.state = 'queued'
+)
+SELECT p.task_id, p.place, p.session_id
+FROM candidates JOIN places p USING (task_id, place) JOIN tasks t USING (task_id)
 WHERE p.state = 'queued' AND (p.spent OR t.cancelled IS NOT NULL OR t.enough)
     AND EXISTS (SELECT 1 FROM nodes WHERE incarnation = %(incarnation)s AND state = 'alive')
-ORDER BY t.number, p.place LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
+ORDER BY p.number, p.place LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 
-CLAIM: Final = TAKE.format(chosen=QUEUED)
+# Places of the queue that a claim looks at: as many as 64 nodes take at once, and an image is preferred
+# among them
+WINDOW: Final = 512
+
+CLAIM: Final = TAKE.format(chosen=QUEUED.format(fits=FITS))
 CLAIM_ENDINGS: Final = TAKE.format(chosen=TO_END)
 
 HELD: Final = """
 SELECT places.*, spec, submitted, idempotency_key, cancelled, enough FROM places JOIN tasks USING (task_id)
-WHERE state = 'running' AND incarnation = %s ORDER BY number, place"""
+WHERE state = 'running' AND incarnation = %s ORDER BY places.number, place"""
 
 
 def claim(db: Database, offer: Offer) -> tuple[Claim, ...]:
     values = {
         "incarnation": offer.incarnation,
         "room": offer.room,
+        "window": WINDOW + offer.room,
         "labels": Jsonb(dict(offer.labels)),
         "images": list(offer.images),
         "serving": Jsonb(dict(offer.serving)),

@@ -56,16 +56,20 @@ CREATE TABLE tasks (
     early_stop_min integer,
     usable integer NOT NULL DEFAULT 0,
     enough boolean NOT NULL DEFAULT false,       -- its group needs no more sessions
+    finished boolean NOT NULL DEFAULT false,
     cancelled double precision,
     callback_url text,
     callback_kinds text[] NOT NULL DEFAULT '{}'
 ) WITH (fillfactor = 80);
 CREATE INDEX tasks_by_group ON tasks (group_id);
+CREATE INDEX tasks_to_end ON tasks (number) WHERE (cancelled IS NOT NULL OR enough) AND NOT finished;
 
 -- A place of a task, which one session fills. `session_id` is the session that has it, or had it last.
 CREATE TABLE places (
     task_id text NOT NULL REFERENCES tasks (task_id) ON DELETE CASCADE,
     place integer NOT NULL,
+    priority integer NOT NULL,                   -- of its task, as its number, for the order of the queue
+    number bigint NOT NULL,
     state text NOT NULL DEFAULT 'queued' CHECK (state IN ('queued', 'running', 'over')),
     session_id text NOT NULL,
     attempt integer NOT NULL DEFAULT -1,         -- -1 before the first claim
@@ -74,7 +78,8 @@ CREATE TABLE places (
     incarnation bigint,
     PRIMARY KEY (task_id, place)
 ) WITH (fillfactor = 70);
-CREATE INDEX places_queued ON places (task_id, place) WHERE state = 'queued';
+CREATE INDEX places_queued ON places (priority DESC, number, place) WHERE state = 'queued' AND NOT spent;
+CREATE INDEX places_spent ON places (number, place) WHERE state = 'queued' AND spent;
 CREATE INDEX places_running ON places (incarnation) WHERE state = 'running';
 
 CREATE TABLE sessions (

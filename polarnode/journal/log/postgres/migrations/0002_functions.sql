@@ -133,6 +133,7 @@ BEGIN
         END IF;
     END IF;
     IF open = 0 THEN
+        UPDATE tasks SET finished = true WHERE task_id = p_task;
         PERFORM write_event('group', 'group:' || p_task, p_task, task.group_id, NULL, NULL, NULL,
             p_group_event, p_at, octet_length(p_group_event));
         PERFORM write_event('task', 'task:' || p_task, p_task, task.group_id, NULL, NULL, NULL,
