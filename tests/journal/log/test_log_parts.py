@@ -1,0 +1,81 @@
+"""Parts of the log in PostgreSQL that are wrong in ways of their own: order of names, takeovers, two at once."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from journal_samples import make_spec
+from log_kit import NOW, claim, end, join, open_postgres, submit
+
+from polarnode.core.task import EvaluationSpec
+from polarnode.core.trajectory import Outcome
+from polarnode.groups.group import Facts
+from polarnode.journal.log.endings import task_ending
+from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.postgres import evaluations, membership, queries, weights
+from polarnode.journal.log.postgres.connection import open_database
+
+
+def test_task_ending_bodies() -> None:
+    facts = [
+        Facts(
+            session_id=f"s{index}",
+            sample_index=index,
+            outcome=Outcome(status=status),
+            reward=1.0,
+            trainable_tokens=3,
+        )
+        for index, status in ((1, "timeout"), (0, "completed"))
+    ]
+    found = task_ending(make_spec(num_samples=2), facts, task_id="t", submitted=1.0, finished=2.0)
+    assert found["task"] == {
+        "task_id": "t",
+        "group_id": "t",
+        "counts": {"completed": 1, "timeout": 1},
+        "submitted": 1.0,
+        "finished": 2.0,
+    }
+    assert found["group"]["rewards"] == [1.0, 1.0]
+
+
+async def test_names_are_compared_as_bytes(dsn: str) -> None:
+    """A database whose language sorts `:` and letters otherwise finds the same runs."""
+    async with open_postgres(dsn, watch=False) as log:
+        for name in ("a", "a:run-2", "a:runner", "A:run-9", "b"):
+            await submit(log, name)
+    with open_database(dsn, name="x") as db:
+        db.execute('ALTER TABLE tasks ALTER COLUMN task_id TYPE text COLLATE "en-x-icu"')
+        found = queries.latest_run(db, "a")
+    assert found is not None
+    assert found.task_id == "a:run-2"
+
+
+async def test_evaluation_of_dead_node_taken(dsn: str) -> None:
+    async with open_postgres(dsn, watch=False) as log:
+        dead, node = await join(log, "dead"), await join(log)
+        await submit(log, "t")
+        (held,) = await claim(log, node)
+        await log.finish(held, end(held))
+        spec = EvaluationSpec(task_id="t")
+        await log.submit_evaluation(
+            spec, {"t-0": None}, evaluation_id="e", idempotency_key=None, incarnation=dead, now=NOW
+        )
+    with open_database(dsn, name="x") as db:
+        assert not evaluations.pending_evaluations(db, node), "its node is alive"
+        membership.leave(db, dead)
+        assert [each.evaluation_id for each in evaluations.pending_evaluations(db, node)] == ["e"]
+
+
+def test_two_versions_served_at_once(dsn: str) -> None:
+    """One of them is the current one, and the other was before it."""
+    with open_database(dsn, name="x") as db:
+        membership.join(db, NodeFacts(name="n"))
+        for number in range(8):
+            weights.add_weights(db, f"v{number}", {}, adapter="", shared=True, at=NOW)
+
+    def serve(number: int) -> bool:
+        with open_database(dsn, name="server") as db:
+            return weights.serve_weights(db, f"v{number}", holders=2)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(serve, range(8)))
+    with open_database(dsn, name="x") as db:
+        assert len([each for each in weights.weights(db, adapters=False, limit=None) if each.current]) == 1
