@@ -37,7 +37,7 @@ from polarnode.core.spelling import nearest
 # modules of the packages of `polarnode[node]`
 NODE_MODULES = frozenset(
     {"trio", "hypercorn", "quart", "quart_trio", "podman", "h11", "jinja2", "transformers", "tokenizers"}
-    | {"rich", "cryptography", "prometheus_client", "yaml", "regex"}
+    | {"rich", "cryptography", "prometheus_client", "psycopg", "yaml", "regex"}
 )
 
 
