@@ -5,11 +5,13 @@ seconds. A comment beside each default number gives its reason.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Final, Literal
 
 from attrs import field, frozen
 
 from polarnode.core.conversation import Json, Sampling
+
+CAPTURE: Final = "capture"  # the harness name in a capture's records; no harness of a task can have it
 
 
 @frozen(kw_only=True)

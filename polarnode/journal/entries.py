@@ -163,10 +163,10 @@ def _cancel_task(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
 
 def session_entry(identity: Identity) -> Entry:
     body = dump_json(plain(identity))
-    return Entry(ROW_BYTES + len(body), partial(_start_session, identity=identity, body=body))
+    return Entry(ROW_BYTES + len(body), partial(start_session, identity=identity, body=body))
 
 
-def _start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -> None:
+def start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -> None:
     whose = {"session_id": identity.session_id, "task_id": identity.task_id}
     insert_session(db, **whose, sample_index=identity.sample_index, attempt=identity.attempt)
     row = (identity.session_id, identity.task_id, identity.sample_index, identity.attempt, body)
@@ -182,10 +182,10 @@ def _start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -
 def turn_entry(turn: Turn) -> Entry:
     body = pack_turn(turn)
     row = (turn.session_id, turn.index, len(turn.sampled), body)
-    return Entry(ROW_BYTES + len(body), partial(_insert_turn, row=row))
+    return Entry(ROW_BYTES + len(body), partial(insert_turn, row=row))
 
 
-def _insert_turn(db: sqlite3.Connection, *, row: tuple[str, int, int, bytes]) -> None:
+def insert_turn(db: sqlite3.Connection, *, row: tuple[str, int, int, bytes]) -> None:
     # summed here, in the writer's thread: turns are enqueued on the event loop, and may be megabytes
     db.execute(
         "INSERT OR REPLACE INTO turns (session_id, turn, sampled, body, checksum) VALUES (?, ?, ?, ?, ?)",
@@ -194,7 +194,7 @@ def _insert_turn(db: sqlite3.Connection, *, row: tuple[str, int, int, bytes]) ->
 
 
 @frozen(kw_only=True)
-class _Published:
+class PublishedSession:
     """The fields of a trajectory that the tables hold, and its bytes."""
 
     session_id: str
@@ -218,7 +218,7 @@ class _Published:
 
 def trajectory_entry(trajectory: Trajectory, *, now: float) -> Entry:
     published = _published(trajectory, now)
-    return Entry(2 * ROW_BYTES + len(published.body), partial(_publish, it=published))
+    return Entry(2 * ROW_BYTES + len(published.body), partial(publish_session, it=published))
 
 
 def replaced_entry(trajectory: Trajectory, successor: Identity, *, now: float) -> Entry:
@@ -227,7 +227,8 @@ def replaced_entry(trajectory: Trajectory, successor: Identity, *, now: float) -
     """
     published, began = _published(trajectory, now), session_entry(successor)
     return Entry(
-        2 * ROW_BYTES + len(published.body) + began.size, partial(_replace, it=published, begin=began.apply)
+        2 * ROW_BYTES + len(published.body) + began.size,
+        partial(replace_session, it=published, begin=began.apply),
     )
 
 
@@ -236,13 +237,13 @@ def attempt_entry(trajectory: Trajectory, *, now: float) -> Entry:
     published = _published(trajectory, now)
 
     def apply(db: sqlite3.Connection) -> None:
-        _is_first(db, published)
+        publish_once(db, published)
 
     return Entry(2 * ROW_BYTES + len(published.body), apply)
 
 
-def _published(trajectory: Trajectory, now: float) -> _Published:
-    return _Published(
+def _published(trajectory: Trajectory, now: float) -> PublishedSession:
+    return PublishedSession(
         session_id=trajectory.session_id,
         task_id=trajectory.task_id,
         group_id=trajectory.group_id,
@@ -258,17 +259,19 @@ def _published(trajectory: Trajectory, now: float) -> _Published:
     )
 
 
-def _publish(db: sqlite3.Connection, *, it: _Published) -> None:
-    if _is_first(db, it):
+def publish_session(db: sqlite3.Connection, *, it: PublishedSession) -> None:
+    if publish_once(db, it):
         end_task(db, it.task_id, it.now)
 
 
-def _replace(db: sqlite3.Connection, *, it: _Published, begin: Callable[[sqlite3.Connection], None]) -> None:
-    if _is_first(db, it):
+def replace_session(
+    db: sqlite3.Connection, *, it: PublishedSession, begin: Callable[[sqlite3.Connection], None]
+) -> None:
+    if publish_once(db, it):
         begin(db)
 
 
-def _is_first(db: sqlite3.Connection, it: _Published) -> bool:
+def publish_once(db: sqlite3.Connection, it: PublishedSession) -> bool:
     """Write a session's trajectory. Only the first is kept, because its event may have been read. False for a
     later one.
     """
@@ -485,6 +488,14 @@ def latest_run(db: sqlite3.Connection, name: str) -> TaskRecord | None:
 COLUMNS = "SELECT number, version, at, body, checksum FROM weights "
 
 
+def adapter_of(body: Json) -> str:
+    """The adapter that a version of the weights is of, by its body; empty for the base."""
+    match body:
+        case {"source": {"kind": "adapter", "adapter": str(name)}}:
+            return name
+    return ""
+
+
 @frozen(kw_only=True)
 class WeightsRow:
     """One version of the weights, served since `at` (seconds since the epoch)."""
@@ -496,10 +507,7 @@ class WeightsRow:
     @property
     def adapter(self) -> str:
         """The name of the adapter that it is a version of; empty for the base."""
-        match self.body:
-            case {"source": {"kind": "adapter", "adapter": str(name)}}:
-                return name
-        return ""
+        return adapter_of(self.body)
 
 
 def weights_entry(version: str, body: Mapping[str, Json], *, now: float) -> Entry:

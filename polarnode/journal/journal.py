@@ -174,6 +174,15 @@ class Journal:
         """Enqueue an entry that its room made."""
         self._writer.put(entry)
 
+    async def commit(self, entry: Entry) -> None:
+        """Enqueue an entry, before anything is awaited, and return when it is on disk. Raises JournalDamaged
+        when it could not be written.
+        """
+        dropped = self._writer.dropped
+        await self._wait_written(self._writer.put(entry))
+        if self._writer.dropped != dropped:
+            raise JournalDamaged(self._writer.damage or "")
+
     async def flushed(self) -> None:
         """Return when all that was enqueued before this call is on disk. Raises JournalDamaged when some of
         it could not be written.
@@ -197,9 +206,9 @@ class Journal:
         await trio.lowlevel.checkpoint()
         return self._position(consumer)
 
-    async def acknowledge(self, consumer: str, seq: int) -> int:
+    async def acknowledge(self, consumer: str, seq: int, *, now: float | None = None) -> int:
         """Move a consumer's position forward, never back and never beyond the last event. Returns the
-        position.
+        position. `now`: seconds since the epoch, the journal's own time where it is not given.
 
         0 creates a consumer. Raises Refused for a new consumer when MOST of them are waited for; otherwise
         the one unseen for longest is deleted for it.
@@ -215,7 +224,9 @@ class Journal:
             self._writer.put(forget_entry(unseen))
         if consumer not in consumers:
             logger.info("consumer %s is new, after event %d", consumer, min(seq, self.last_seq))
-        await self._wait_written(self._writer.put(acknowledge_entry(consumer, seq, now=self.now())))
+        await self._wait_written(
+            self._writer.put(acknowledge_entry(consumer, seq, now=self.now() if now is None else now))
+        )
         return self._position(consumer)
 
     def _position(self, consumer: str) -> int:
@@ -234,19 +245,25 @@ class Journal:
         """Wrap an open stream of a consumer. Meanwhile retention waits for it, however long it acknowledges
         nothing.
         """
-        self._attend(consumer, 1)
+        self.attend(consumer, 1)
         logger.info("consumer %s reads after event %d", consumer, self._position(consumer))
         try:
             yield
         finally:
-            self._attend(consumer, -1)
+            self.attend(consumer, -1)
             logger.info("consumer %s left after event %d", consumer, self._position(consumer))
 
-    def _attend(self, consumer: str, change: int) -> None:
+    def attend(self, consumer: str, change: int) -> None:
+        """Count a stream of a consumer that is opened (1) or closed (-1)."""
         self._reading[consumer] += change
         self._reading += Counter()  # drops those at 0
         self._writer.present = frozenset(self._reading)
         self._writer.put(seen_entry(consumer, now=self.now()))
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The consumers that have a stream open."""
+        return self._writer.present
 
     def streams(self, consumer: str) -> int:
         """How many streams of a consumer are open."""
@@ -301,7 +318,7 @@ class Journal:
         """The first forks of a session, in the order they began."""
         return await self.query(forks, session_id, limit)
 
-    async def weights(self, limit: int) -> tuple[WeightsRow, ...]:
+    async def weights(self, limit: int | None) -> tuple[WeightsRow, ...]:
         """Those of the base, newest first."""
         return await self.query(weights, limit)
 

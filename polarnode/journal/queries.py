@@ -123,6 +123,11 @@ def task(db: sqlite3.Connection, task_id: str) -> TaskRecord | None:
         return None if row is None else _task(db, row)
 
 
+def recorded_task(db: sqlite3.Connection, task_id: str) -> TaskRecord:
+    """A task that is there, within the caller's snapshot."""
+    return _task(db, db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone())
+
+
 def task_of_key(db: sqlite3.Connection, idempotency_key: str) -> TaskRecord | None:
     with snapshot(db):
         row = db.execute(

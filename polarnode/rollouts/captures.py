@@ -16,7 +16,7 @@ from attrs import define, evolve, field
 from polarnode.core.errors import Conflict, DiskFull, EvaluatorError, Refused
 from polarnode.core.ports import Endpoint, HarnessOrder
 from polarnode.core.status import CaptureStatus, OpenedCapture
-from polarnode.core.task import CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
+from polarnode.core.task import CAPTURE, CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Timing, Trajectory, Turn, Verdict
 from polarnode.evaluators.contract import checked_rewards
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
@@ -39,7 +39,6 @@ from polarnode.rollouts.services import NodeServices
 
 # ── one capture ───────────────────────────────────────────────────────────────
 
-HARNESS: Final = "capture"  # the harness name in a capture's records; no harness of a task can have it
 INSTRUCTION: Final = "(a capture: whoever holds its key runs its harness)"
 
 
@@ -49,7 +48,7 @@ def task_of(spec: CaptureSpec) -> TaskSpec:
     """
     return TaskSpec(
         instruction=INSTRUCTION,
-        harness=HarnessSpec(name=HARNESS),
+        harness=HarnessSpec(name=CAPTURE),
         task_id=spec.task_id,
         group_id=spec.group_id,
         num_samples=spec.num_samples,
@@ -298,7 +297,7 @@ class Captures:
             task_id=task_id,
             group_id=spec.group_id or task_id,
             sample_index=spec.sample_index,
-            harness=HARNESS,
+            harness=CAPTURE,
             harness_version=None,
             model=self.services.identity.model,
             node=self.services.identity.node,
@@ -316,7 +315,7 @@ class Captures:
         )
         # whoever asked for it has its key already: it does not wait here, its calls are held instead
         self.services.places.begin_session(
-            identity.session_id, HARNESS, identity.group_id, capture.clock.credit, waits=False
+            identity.session_id, CAPTURE, identity.group_id, capture.clock.credit, waits=False
         )
         self.registry.start(capture, nursery=self.nursery, sessions_by_key=self.sessions_by_key)
         return capture
@@ -345,7 +344,7 @@ class Captures:
         found = await self.journal.trajectory(session_id)
         if found is None:
             self.journal.insist_whole()  # it may have been one that could not be written
-        return found if found is not None and found.harness == HARNESS else None
+        return found if found is not None and found.harness == CAPTURE else None
 
     async def _written(self, meanwhile: str) -> None:
         """Return when all earlier writes are on disk. Raises DiskFull when that takes too long."""
@@ -364,7 +363,7 @@ class Captures:
 
     async def _cancelled(self, task_id: str) -> bool:
         record = await self.journal.task(task_id)
-        if record is None or record.spec.harness.name != HARNESS or record.finished:
+        if record is None or record.spec.harness.name != CAPTURE or record.finished:
             return False
         self.journal.task_cancelled(task_id)
         for sample in record.sessions:

@@ -44,7 +44,7 @@ from polarnode.core.errors import (
     boundary,
 )
 from polarnode.core.status import EvaluationStatus, RewardEvent
-from polarnode.core.task import EvaluationSpec, EvaluatorSpec, HarnessSpec, RuntimeSpec
+from polarnode.core.task import CAPTURE, EvaluationSpec, EvaluatorSpec, HarnessSpec, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Status, Trajectory
 from polarnode.evaluators import registry
 from polarnode.evaluators.contract import Evaluator, Kept
@@ -53,7 +53,6 @@ from polarnode.journal.entries import Entry, evaluation_entry, refusal_entry, re
 from polarnode.journal.journal import Journal
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.admission import insist_writable
-from polarnode.rollouts.captures import HARNESS
 from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
 from polarnode.rollouts.lifecycle import new_session_id
 from polarnode.rollouts.services import NodeServices, SessionOrder
@@ -231,7 +230,7 @@ class Evaluations:
             raise Unreadable(
                 f"the session is damaged in the journal ({part}): what it did is not known whole"
             )
-        captured = task.spec.harness.name == HARNESS
+        captured = task.spec.harness.name == CAPTURE
         harness = HarnessSpec(command=("true",)) if captured else task.spec.harness
         evaluator = spec.evaluator or task.spec.evaluator
         return SessionOrder(

@@ -10,9 +10,10 @@ from journal_samples import make_spec, make_trajectory
 
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome
+from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import Claim, Cursor, Ended, Log, NodeFacts, Offer, ended_session
 from polarnode.journal.log.postgres.postgres import open_postgres_log
-from polarnode.journal.log.sqlite import open_sqlite_log
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import EventKind, Filters
 
 EVERY_KIND: tuple[EventKind, ...] = ("trajectory", "group", "task", "attempt", "reward")
@@ -94,5 +95,5 @@ async def open_postgres(dsn: str, **more: Any) -> AsyncIterator[Log]:
 
 @asynccontextmanager
 async def open_sqlite(path: Path) -> AsyncIterator[Log]:
-    async with open_sqlite_log(path) as log:
-        yield cast(Log, log)
+    async with open_journal(path, now=lambda: NOW) as journal:
+        yield SqliteLog(journal)

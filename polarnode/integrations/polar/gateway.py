@@ -19,7 +19,7 @@ from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionRecord
-from polarnode.core.task import CaptureEnd, CaptureSpec
+from polarnode.core.task import CAPTURE, CaptureEnd, CaptureSpec
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.asgi import RouteRow
 from polarnode.integrations.polar.answers import (
@@ -35,7 +35,6 @@ from polarnode.integrations.polar.answers import (
 from polarnode.integrations.polar.completions import completion_pieces
 from polarnode.integrations.polar.tasks import MOST_TASKS, TaskRoutes, session_row
 from polarnode.journal.values import TaskRecord
-from polarnode.rollouts.captures import HARNESS
 from polarnode.trainers.polar import PHASES, Origin, with_origin
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,7 @@ class SessionRoutes:
     async def delete(self, session_id: str) -> Response:
         """End the session. Its turns stay in the journal."""
         session, task = await self._task_of(session_id)
-        if task.spec.harness.name == HARNESS:
+        if task.spec.harness.name == CAPTURE:
             await self.service.captures.end(session.session_id, CaptureEnd())
         elif len(task.sessions) == 1:
             await self.service.cancel(task.task_id)

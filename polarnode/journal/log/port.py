@@ -269,6 +269,11 @@ class Places(Protocol):
     async def claim_endings(self, incarnation: int, limit: int) -> tuple[Claim, ...]:
         """Take places that nobody runs and nobody should, whatever they require: each is finished at once."""
 
+    async def take_place(self, task_id: str, sample_index: int, incarnation: int) -> Claim | None:
+        """Take one queued place by its name, as a capture does: nobody claims those of a task whose harness
+        is the caller's own. None where it is not queued.
+        """
+
     async def claims(self, incarnation: int) -> tuple[Claim, ...]:
         """All that an incarnation holds: what it asks after the answer to a claim was lost."""
 
@@ -366,10 +371,10 @@ class Events(Protocol):
 class WeightVersions(Protocol):
     """Versions of the weights and of adapters."""
 
-    async def add_weights(
-        self, version: str, body: Json, *, adapter: str = "", shared: bool = False, at: float
-    ) -> None:
-        """Record a version. Only the first row of a version is kept."""
+    async def add_weights(self, version: str, body: Json, *, shared: bool = False, at: float) -> None:
+        """Record a version, of the adapter that its body names or of the base. Only the first row of a
+        version is kept.
+        """
 
     async def hold_weights(self, version: str, incarnation: int) -> None:
         """Say that a node has the files of a version."""

@@ -1,6 +1,7 @@
 """What every implementation of the log does. `log` is each of them in turn."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from log_kit import NOW, claim, die, end, join, keys, open_postgres, open_sqlite
 from polarnode.core.codec.json import read_json
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import RewardEvent
-from polarnode.core.task import EvaluationSpec, GroupSpec
+from polarnode.core.task import CAPTURE, EvaluationSpec, GroupSpec, HarnessSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
 from polarnode.journal.log.port import Cursor, Log, NodeFacts, Offer, ended_session
 from polarnode.journal.values import Filters, Retention
+
+WEEK = 7 * 24 * 3600.0
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -24,6 +27,13 @@ async def log(request: pytest.FixtureRequest) -> AsyncIterator[Log]:
             yield alone
         return
     async with open_postgres(request.getfixturevalue("dsn"), watch=False) as found:
+        yield found
+
+
+@pytest.fixture
+async def shared(dsn: str) -> AsyncIterator[Log]:
+    """A log that several nodes share."""
+    async with open_postgres(dsn, watch=False) as found:
         yield found
 
 
@@ -109,14 +119,38 @@ async def test_claim_needs_labels(log: Log) -> None:
     assert await claim(log, node, labels={"zone": "x", "model": "m", "node": "n"})
 
 
-async def test_claim_twice_gives_nothing(log: Log) -> None:
-    first, second = await join(log, "a"), await join(log, "b")
-    await submit(log, "t", num_samples=3)
-    mine = await claim(log, first, 2)
+async def test_submit_same_key_at_once(log: Log) -> None:
+    async with trio.open_nursery() as nursery:
+        for name in "abc":
+            nursery.start_soon(partial(submit, log, name, key="k"))
+    (only,) = await log.tasks()
+    assert await log.task_of_key("k") == only
+    assert len(await claim(log, await join(log))) == 1
+
+
+async def test_capture_takes_place_by_name(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", num_samples=2, harness=HarnessSpec(name=CAPTURE))
+    assert not await claim(log, node), "its callers run its sessions"
+    taken = await log.take_place("t", 1, node)
+    assert taken is not None
+    assert (taken.session_id, taken.sample_index, taken.attempt) == ("t-1", 1, 0)
+    assert await log.take_place("t", 1, node) is None, "it is taken"
+    assert await log.take_place("t", 2, node) is None
+    assert await log.take_place("u", 0, node) is None
+    assert await log.finish(taken, end(taken)) == "now"
+    assert await log.cancel("t", NOW)
+    assert [each.session_id for each in await log.claim_endings(node, 10)] == ["t-0"]
+
+
+async def test_claim_twice_gives_nothing(shared: Log) -> None:
+    first, second = await join(shared, "a"), await join(shared, "b")
+    await submit(shared, "t", num_samples=3)
+    mine = await claim(shared, first, 2)
     assert [each.attempt for each in mine] == [0, 0]
-    assert len(await claim(log, second)) == 1
-    assert not await claim(log, first)
-    assert await log.claims(first) == mine, "what a node asks after a lost answer"
+    assert len(await claim(shared, second)) == 1
+    assert not await claim(shared, first)
+    assert await shared.claims(first) == mine, "what a node asks after a lost answer"
 
 
 async def test_finish_whole_group(log: Log) -> None:
@@ -224,43 +258,43 @@ async def test_put_back_and_keep(log: Log) -> None:
     assert await log.finish(kept, end(kept)) == "now"
 
 
-async def test_spent_retries_end_group(log: Log) -> None:
-    await submit(log, "t", num_samples=2, retries=1)
+async def test_spent_retries_end_group(shared: Log) -> None:
+    await submit(shared, "t", num_samples=2, retries=1)
     for attempt in range(2):
-        node = await join(log, f"dead{attempt}")
-        held = await claim(log, node)
+        node = await join(shared, f"dead{attempt}")
+        held = await claim(shared, node)
         assert [each.attempt for each in held] == [attempt] * 2
-        await die(log, node)
-    node = await join(log, "alive")
-    assert not await claim(log, node), "a task that kills nodes walks on to no other"
-    for ending in await log.claim_endings(node, 10):
+        await die(shared, node)
+    node = await join(shared, "alive")
+    assert not await claim(shared, node), "a task that kills nodes walks on to no other"
+    for ending in await shared.claim_endings(node, 10):
         assert ending.ending == "retries spent"
         lost = Outcome(status="error", boundary="node", reason="its node was lost")
-        assert await log.finish(ending, end(ending, outcome=lost, reward=None, turns=0)) == "now"
-    found = await keys(log)
+        assert await shared.finish(ending, end(ending, outcome=lost, reward=None, turns=0)) == "now"
+    found = await keys(shared)
     assert found[2:] == ["group:t", "task:t"]
 
 
-async def test_unclaimed_loser_still_wins(log: Log) -> None:
-    slow, other = await join(log, "slow"), await join(log, "other")
-    await submit(log, "t")
-    (held,) = await claim(log, slow)
-    await die(log, slow)
-    assert await log.finish(held, end(held)) == "now", "nobody else runs it"
-    assert not await claim(log, other)
+async def test_unclaimed_loser_still_wins(shared: Log) -> None:
+    slow, other = await join(shared, "slow"), await join(shared, "other")
+    await submit(shared, "t")
+    (held,) = await claim(shared, slow)
+    await die(shared, slow)
+    assert await shared.finish(held, end(held)) == "now", "nobody else runs it"
+    assert not await claim(shared, other)
 
 
-async def test_late_finish_becomes_attempt(log: Log) -> None:
-    slow, other = await join(log, "slow"), await join(log, "other")
-    await submit(log, "t")
-    (held,) = await claim(log, slow)
-    await die(log, slow)
-    (again,) = await claim(log, other)
-    assert await log.finish(held, end(held)) == "another"
-    assert await log.publish(end(held), slow) == "now"
-    assert await log.finish(again, end(again)) == "now"
-    assert await log.finish(held, end(held)) == "another"
-    assert await keys(log) == ["attempt:t-0", f"trajectory:{again.session_id}", "group:t", "task:t"]
+async def test_late_finish_becomes_attempt(shared: Log) -> None:
+    slow, other = await join(shared, "slow"), await join(shared, "other")
+    await submit(shared, "t")
+    (held,) = await claim(shared, slow)
+    await die(shared, slow)
+    (again,) = await claim(shared, other)
+    assert await shared.finish(held, end(held)) == "another"
+    assert await shared.publish(end(held), slow) == "now"
+    assert await shared.finish(again, end(again)) == "now"
+    assert await shared.finish(held, end(held)) == "another"
+    assert await keys(shared) == ["attempt:t-0", f"trajectory:{again.session_id}", "group:t", "task:t"]
 
 
 # ── cancels and early stops ───────────────────────────────────────────────────
@@ -282,27 +316,27 @@ async def test_cancel_running_and_queued(log: Log) -> None:
     assert not await log.cancel("u", NOW)
 
 
-async def test_cancelled_place_of_dead_node(log: Log) -> None:
-    dead, node = await join(log, "dead"), await join(log)
-    await submit(log, "t")
-    await claim(log, dead)
-    await log.cancel("t", NOW)
-    await die(log, dead)
-    assert not await claim(log, node)
-    assert [each.ending for each in await log.claim_endings(node, 10)] == ["cancelled"]
+async def test_cancelled_place_of_dead_node(shared: Log) -> None:
+    dead, node = await join(shared, "dead"), await join(shared)
+    await submit(shared, "t")
+    await claim(shared, dead)
+    await shared.cancel("t", NOW)
+    await die(shared, dead)
+    assert not await claim(shared, node)
+    assert [each.ending for each in await shared.claim_endings(node, 10)] == ["cancelled"]
 
 
-async def test_early_stop_across_nodes(log: Log) -> None:
-    one, two = await join(log, "one"), await join(log, "two")
-    await submit(log, "t", num_samples=4, group=GroupSpec(early_stop_min=2))
-    first, second = await claim(log, one, 2)
-    (third,) = await claim(log, two, 1)
-    await log.finish(first, end(first, reward=None))  # not usable
-    assert await log.finish(second, end(second)) == "now"
-    assert not await log.to_stop(two)
-    (fourth,) = await claim(log, one, 1)
-    assert await log.finish(fourth, end(fourth)) == "now"
-    assert await log.to_stop(two) == {third.session_id: "early stop"}
+async def test_early_stop_across_nodes(shared: Log) -> None:
+    one, two = await join(shared, "one"), await join(shared, "two")
+    await submit(shared, "t", num_samples=4, group=GroupSpec(early_stop_min=2))
+    first, second = await claim(shared, one, 2)
+    (third,) = await claim(shared, two, 1)
+    await shared.finish(first, end(first, reward=None))  # not usable
+    assert await shared.finish(second, end(second)) == "now"
+    assert not await shared.to_stop(two)
+    (fourth,) = await claim(shared, one, 1)
+    assert await shared.finish(fourth, end(fourth)) == "now"
+    assert await shared.to_stop(two) == {third.session_id: "early stop"}
 
 
 async def test_early_stop_ends_queued_places(log: Log) -> None:
@@ -331,31 +365,31 @@ async def test_join_inherits_own_places(log: Log) -> None:
     assert [each.attempt for each in await claim(log, joined.incarnation)] == [1]
 
 
-async def test_expire_by_compare_and_set(log: Log) -> None:
-    node = await join(log)
-    watched = (await log.signs())[node]
-    assert await log.sign(node)
-    assert not await log.expire(node, watched), "it has signed since"
-    assert await log.expire(node, (await log.signs())[node])
-    assert not await log.sign(node)
-    assert node not in await log.signs()
+async def test_expire_by_compare_and_set(shared: Log) -> None:
+    node = await join(shared)
+    watched = (await shared.signs())[node]
+    assert await shared.sign(node)
+    assert not await shared.expire(node, watched), "it has signed since"
+    assert await shared.expire(node, (await shared.signs())[node])
+    assert not await shared.sign(node)
+    assert node not in await shared.signs()
 
 
-async def test_lost_node_claims_nothing(log: Log) -> None:
-    node = await join(log)
-    await die(log, node)
-    await submit(log, "t")
-    assert not await claim(log, node)
-    assert not await log.claim_endings(node, 1)
+async def test_lost_node_claims_nothing(shared: Log) -> None:
+    node = await join(shared)
+    await die(shared, node)
+    await submit(shared, "t")
+    assert not await claim(shared, node)
+    assert not await shared.claim_endings(node, 1)
 
 
-async def test_leave_gives_places_back(log: Log) -> None:
-    node, other = await join(log), await join(log, "other")
-    await submit(log, "t")
-    await claim(log, node)
-    await log.leave(node)
-    assert await log.put_back_lost() == 1
-    assert len(await claim(log, other)) == 1
+async def test_leave_gives_places_back(shared: Log) -> None:
+    node, other = await join(shared), await join(shared, "other")
+    await submit(shared, "t")
+    await claim(shared, node)
+    await shared.leave(node)
+    assert await shared.put_back_lost() == 1
+    assert len(await claim(shared, other)) == 1
 
 
 async def test_nodes_and_node_of(log: Log) -> None:
@@ -434,7 +468,8 @@ async def test_retention_below_acknowledged(log: Log) -> None:
     assert found.page.first_seq == 4
     assert await log.prune(keep, now=NOW) == 0
     # a consumer that was not seen for a week is no longer waited for
-    assert await log.prune(keep, now=NOW + 8 * 24 * 3600) == 3
+    await log.acknowledge("quick", Cursor(position=6), now=NOW + WEEK)
+    assert await log.prune(keep, now=NOW + WEEK + 60) == 3
     assert (await log.events(Cursor(position=6))).gap is None
     await _finished(log, "c")
     assert (await keys(log, 6))[0] == "trajectory:c-0", "positions go on"
@@ -458,25 +493,25 @@ async def test_retention_by_age(log: Log) -> None:
 # ── weights ───────────────────────────────────────────────────────────────────
 
 
-async def test_version_counts_with_two_holders(log: Log) -> None:
-    one, two = await join(log, "one"), await join(log, "two")
-    await log.add_weights("v1", {"step": 1}, at=NOW)
-    await log.hold_weights("v1", one)
-    assert not await log.serve_weights("v1")
-    await log.hold_weights("v1", two)
-    assert await log.serve_weights("v1")
-    (row,) = await log.weights()
+async def test_version_counts_with_two_holders(shared: Log) -> None:
+    one, two = await join(shared, "one"), await join(shared, "two")
+    await shared.add_weights("v1", {"step": 1}, at=NOW)
+    await shared.hold_weights("v1", one)
+    assert not await shared.serve_weights("v1")
+    await shared.hold_weights("v1", two)
+    assert await shared.serve_weights("v1")
+    (row,) = await shared.weights()
     assert row.current
     assert row.holders == (one, two)
     assert row.body == {"step": 1}
-    await log.add_weights("v2", {}, at=NOW)
-    await log.hold_weights("v2", one)
-    await log.hold_weights("v2", two)
-    await die(log, one)
-    assert not await log.serve_weights("v2"), "a dead holder has no files"
-    await log.add_weights("v3", {}, shared=True, at=NOW)
-    assert await log.serve_weights("v3", holders=2)
-    assert [each.version for each in await log.weights() if each.current] == ["v3"]
+    await shared.add_weights("v2", {}, at=NOW)
+    await shared.hold_weights("v2", one)
+    await shared.hold_weights("v2", two)
+    await die(shared, one)
+    assert not await shared.serve_weights("v2"), "a dead holder has no files"
+    await shared.add_weights("v3", {}, shared=True, at=NOW)
+    assert await shared.serve_weights("v3", holders=2)
+    assert [each.version for each in await shared.weights() if each.current] == ["v3"]
 
 
 async def test_stale_node_claims_nothing(log: Log) -> None:
@@ -494,7 +529,8 @@ async def test_stale_node_claims_nothing(log: Log) -> None:
 
 async def test_adapter_version_required(log: Log) -> None:
     node = await join(log)
-    await log.add_weights("a2", {}, adapter="a", shared=True, at=NOW)
+    body = {"source": {"kind": "adapter", "adapter": "a"}}
+    await log.add_weights("a2", body, shared=True, at=NOW)
     await log.serve_weights("a2")
     await submit(log, "t", adapter="a")
     await submit(log, "u")

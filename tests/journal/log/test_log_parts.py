@@ -69,7 +69,7 @@ def test_two_versions_served_at_once(dsn: str) -> None:
     with open_database(dsn, name="x") as db:
         membership.join(db, NodeFacts(name="n"))
         for number in range(8):
-            weights.add_weights(db, f"v{number}", {}, adapter="", shared=True, at=NOW)
+            weights.add_weights(db, f"v{number}", {}, shared=True, at=NOW)
 
     def serve(number: int) -> bool:
         with open_database(dsn, name="server") as db:

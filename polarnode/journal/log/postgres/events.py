@@ -266,7 +266,7 @@ STANDING: Final = """
 SELECT log.pruned,
     (SELECT coalesce(sum(bytes), 0) FROM events) AS stored,
     coalesce((SELECT min(position) FROM consumers WHERE streams > 0 OR heard > %(since)s),
-        CASE WHEN EXISTS (SELECT 1 FROM consumers) THEN log.position ELSE 0 END) AS acknowledged
+        (SELECT min(position) FROM consumers), 0) AS acknowledged
 FROM log"""
 
 # The oldest events up to %(upto)s, but none from the first on that a callback still waits for.

@@ -16,7 +16,7 @@ from psycopg.types.json import Jsonb
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.errors import Conflict, JournalError, Refused
-from polarnode.core.task import TaskSpec
+from polarnode.core.task import CAPTURE, TaskSpec
 from polarnode.core.trajectory import Outcome
 from polarnode.groups.group import Facts, member_of
 from polarnode.journal.log.endings import task_ending
@@ -41,9 +41,9 @@ PART_BYTES: Final = 4 << 20  # of a body in one statement: a sign of life on the
 INSERT_TASK: Final = """
 WITH task AS (
     INSERT INTO tasks (task_id, group_id, idempotency_key, submitted, spec, priority, requires, image,
-        adapter, max_retries, early_stop_min, callback_url, callback_kinds)
+        adapter, by_caller, max_retries, early_stop_min, callback_url, callback_kinds)
     VALUES (%(task)s, %(group)s, %(key)s, %(submitted)s, %(spec)s, %(priority)s, %(requires)s, %(image)s,
-        %(adapter)s, %(retries)s, %(early_stop_min)s, %(url)s, %(kinds)s)
+        %(adapter)s, %(by_caller)s, %(retries)s, %(early_stop_min)s, %(url)s, %(kinds)s)
     RETURNING task_id, priority, number
 ), samples AS (
     SELECT task_id, priority, number, session_id, (nth - 1)::integer AS place
@@ -82,6 +82,7 @@ def submit(
         "requires": Jsonb(dict(spec.requires)),
         "image": spec.runtime.image,
         "adapter": spec.adapter,
+        "by_caller": spec.harness.name == CAPTURE,
         "retries": spec.budgets.retries,
         "early_stop_min": spec.group.early_stop_min,
         "url": spec.callback_url,
@@ -151,7 +152,7 @@ ORDER BY p.priority DESC, (p.task_id IN (SELECT task_id FROM mine)) DESC, t.imag
     p.number, p.place
 LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 
-FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND t.requires <@ %(labels)s
+FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND NOT t.by_caller AND t.requires <@ %(labels)s
     AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.adapter IN ('', t.adapter)
         AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)"""
 
@@ -173,8 +174,15 @@ ORDER BY p.number, p.place LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 # among them
 WINDOW: Final = 512
 
+NAMED: Final = """
+SELECT task_id, place, session_id FROM places
+WHERE task_id = %(task)s AND place = %(place)s AND state = 'queued'
+    AND EXISTS (SELECT 1 FROM nodes WHERE incarnation = %(incarnation)s AND state = 'alive')
+FOR UPDATE"""
+
 CLAIM: Final = TAKE.format(chosen=QUEUED.format(fits=FITS))
 CLAIM_ENDINGS: Final = TAKE.format(chosen=TO_END)
+TAKE_NAMED: Final = TAKE.format(chosen=NAMED)
 
 HELD: Final = """
 SELECT places.*, spec, submitted, idempotency_key, cancelled, enough FROM places JOIN tasks USING (task_id)
@@ -196,6 +204,11 @@ def claim(db: Database, offer: Offer) -> tuple[Claim, ...]:
 def claim_endings(db: Database, incarnation: int, limit: int) -> tuple[Claim, ...]:
     values = {"incarnation": incarnation, "room": limit}
     return tuple(map(read_claim, db.execute(CLAIM_ENDINGS, values).fetchall()))
+
+
+def take_place(db: Database, task_id: str, sample_index: int, incarnation: int) -> Claim | None:
+    values = {"task": task_id, "place": sample_index, "incarnation": incarnation}
+    return next(map(read_claim, db.execute(TAKE_NAMED, values).fetchall()), None)
 
 
 def claims(db: Database, incarnation: int) -> tuple[Claim, ...]:

@@ -137,6 +137,9 @@ class PostgresLog:
     async def claim_endings(self, incarnation: int, limit: int) -> tuple[Claim, ...]:
         return await self._write(places.claim_endings, incarnation, limit)
 
+    async def take_place(self, task_id: str, sample_index: int, incarnation: int) -> Claim | None:
+        return await self._write(places.take_place, task_id, sample_index, incarnation)
+
     async def claims(self, incarnation: int) -> tuple[Claim, ...]:
         return await self._write(places.claims, incarnation)
 
@@ -266,10 +269,8 @@ class PostgresLog:
 
     # ── weights ───────────────────────────────────────────────────────────────
 
-    async def add_weights(
-        self, version: str, body: Json, *, adapter: str = "", shared: bool = False, at: float
-    ) -> None:
-        await self._write(weights.add_weights, version, body, adapter=adapter, shared=shared, at=at)
+    async def add_weights(self, version: str, body: Json, *, shared: bool = False, at: float) -> None:
+        await self._write(weights.add_weights, version, body, shared=shared, at=at)
 
     async def hold_weights(self, version: str, incarnation: int) -> None:
         await self._write(weights.hold_weights, version, incarnation)

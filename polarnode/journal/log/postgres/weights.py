@@ -12,16 +12,17 @@ from psycopg.types.json import Jsonb
 
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json
+from polarnode.journal.entries import adapter_of
 from polarnode.journal.log.port import LogWeights, NodeRow
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.membership import NODES, read_node
 
 
-def add_weights(db: Database, version: str, body: Json, *, adapter: str, shared: bool, at: float) -> None:
+def add_weights(db: Database, version: str, body: Json, *, shared: bool, at: float) -> None:
     db.execute(
         "INSERT INTO weights (version, adapter, at, body, shared) VALUES (%s, %s, %s, %s, %s)"
         " ON CONFLICT (version) DO NOTHING",
-        (version, adapter, at, dump_json(body), shared),
+        (version, adapter_of(body), at, dump_json(body), shared),
     )
 
 

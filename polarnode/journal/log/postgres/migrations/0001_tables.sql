@@ -52,6 +52,7 @@ CREATE TABLE tasks (
     requires jsonb NOT NULL,
     image text NOT NULL,
     adapter text NOT NULL,
+    by_caller boolean NOT NULL,                  -- its callers run its sessions, and take its places by name
     max_retries integer NOT NULL,
     early_stop_min integer,
     usable integer NOT NULL DEFAULT 0,

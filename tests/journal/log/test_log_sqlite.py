@@ -1,0 +1,100 @@
+"""What the log of a node alone does beside the contract: what a restart finds, and how claims cost."""
+
+from pathlib import Path
+
+import pytest
+from journal_samples import make_spec
+from log_kit import NOW, claim, end, join, open_sqlite, submit
+
+from polarnode.core.task import GroupSpec
+from polarnode.journal.journal import open_journal
+from polarnode.journal.log.place_table import PlaceTable
+from polarnode.journal.log.port import Cursor, NodeFacts, Offer
+from polarnode.journal.log.sqlite import SqliteLog
+
+
+async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    async with open_sqlite(path) as log:
+        node = await join(log)
+        await submit(log, "done")
+        await submit(log, "t", num_samples=3, retries=1, group=GroupSpec(early_stop_min=2))
+        done, first, second, third = await claim(log, node)
+        for each in (done, first):
+            await log.finish(each, end(each))
+        again = await log.put_back(second, end(second, status="interrupted"), keep=True)
+        assert again is not None
+    async with open_sqlite(path) as log:
+        joined = await log.join(NodeFacts(name="n"))
+        assert [(each.session_id, each.attempt, each.retries) for each in joined.inherited] == [
+            (again.session_id, 1, 1),
+            (third.session_id, 0, 0),
+        ]
+        assert not await claim(log, joined.incarnation), "what ran is inherited, and not queued"
+        mine, other = joined.inherited
+        assert await log.put_back(mine, end(mine, status="interrupted"), keep=True) is None, (
+            "retries are spent"
+        )
+        assert await log.finish(other, end(other)) == "now"
+        (ending,) = await log.claim_endings(joined.incarnation, 10)
+        assert ending.ending == "early stop", "what was usable before the restart counts"
+        assert await log.finish(ending, end(ending, status="error", reward=None)) == "now"
+        record = await log.task("t")
+        assert record is not None
+        assert record.finished
+
+
+async def test_restart_keeps_cancel(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    async with open_sqlite(path) as log:
+        await submit(log, "t")
+        assert await log.cancel("t", NOW)
+    async with open_sqlite(path) as log:
+        joined = await log.join(NodeFacts(name="n"))
+        assert [each.ending for each in joined.inherited] == ["cancelled"]
+        assert await log.to_stop(joined.incarnation) == {"t-0": "cancelled"}
+
+
+async def test_restored_journal_names_gap(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    async with open_sqlite(path) as log:
+        node, before = await join(log), await log.identity()
+        await submit(log, "t")
+        (held,) = await claim(log, node)
+        await log.finish(held, end(held))
+        after = await log.mark_restored()
+        assert after != before
+        assert (await log.events(Cursor(position=3, log=before))).gap is None
+        ahead = (await log.events(Cursor(position=9, log=before))).gap
+        assert ahead is not None
+        assert ahead.position == 3
+    async with open_sqlite(path) as log:
+        assert await log.identity() == after
+        unknown = (await log.events(Cursor(position=1, log="another"))).gap
+        assert unknown is not None
+        assert "another" in unknown.reason
+
+
+async def test_node_alone_watches_nobody(tmp_path: Path) -> None:
+    async with open_journal(tmp_path / "journal.sqlite", now=lambda: NOW) as journal:
+        log = SqliteLog(journal)
+        node = await join(log)
+        assert await log.signs() == {node: 0}
+        assert await log.put_back_lost() == 0
+        with pytest.raises(NotImplementedError, match="--log postgresql"):
+            await log.expire(node, 0)
+        await log.leave(node)
+        assert not await log.sign(node)
+        assert await log.nodes() == ()
+
+
+def test_claim_beyond_first_tasks_looked_at() -> None:
+    """Tasks that no offer fits do not hide those behind them, however many there are."""
+    table = PlaceTable(incarnation=1)
+    for number in range(1_200):
+        spec = make_spec(requires={"zone": "far"} if number < 1_199 else {})
+        table.submit(
+            spec, task_id=f"t{number}", session_ids=[f"s{number}"], idempotency_key=None, submitted=NOW
+        )
+    found = table.claim(Offer(incarnation=1, room=2), {})
+    assert [each.session_id for each in found] == ["s1199"]
