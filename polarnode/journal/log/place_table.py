@@ -95,18 +95,24 @@ class PlaceTable:
         task_id: str,
         idempotency_key: str | None,
         submitted: float,
-        running: Mapping[int, tuple[str, int]],
+        sessions: Mapping[int, tuple[str, int, bool]],
         usable: int,
         cancelled: bool,
         readable: bool,
     ) -> None:
-        """Add a task of an earlier run of the process. `running`: by place, the session that had it and the
-        attempt that this was; each attempt before it counts as a retry. One that is not `readable` cannot be
-        tried again.
+        """Add a task of an earlier run of the process. `sessions`: by place, the session that has it, its
+        attempt, and whether it began; each attempt before it counts as a retry. Where the task is not
+        `readable` none is tried again.
         """
         places = {
-            index: _Place(session_id, attempt=attempt, retries=attempt, running=True, spent=not readable)
-            for index, (session_id, attempt) in running.items()
+            index: _Place(
+                session_id,
+                attempt=attempt if began else attempt - 1,
+                retries=attempt,
+                running=began,
+                spent=not readable,
+            )
+            for index, (session_id, attempt, began) in sessions.items()
         }
         task = self._add(spec, task_id, idempotency_key, submitted, places)
         task.usable, task.cancelled = usable, cancelled

@@ -527,8 +527,14 @@ def _unfinished_tasks(db: Connection) -> list[dict[str, Any]]:
         for (task_id,) in ids.fetchall():
             record = queries.recorded_task(db, task_id)
             facts = queries.places_over(db, task_id)
-            running = {
-                each.sample_index: (each.session_id, each.attempt)
+            began = {
+                session_id
+                for (session_id,) in db.execute(
+                    "SELECT session_id FROM sessions WHERE task_id = ? AND identity IS NOT NULL", (task_id,)
+                )
+            }
+            sessions = {
+                each.sample_index: (each.session_id, each.attempt, each.session_id in began)
                 for each in record.sessions
                 if each.outcome is None
             }
@@ -537,7 +543,7 @@ def _unfinished_tasks(db: Connection) -> list[dict[str, Any]]:
                 "task_id": task_id,
                 "idempotency_key": record.idempotency_key,
                 "submitted": record.submitted,
-                "running": running,
+                "sessions": sessions,
                 "usable": sum(member_of(record.spec.group, each).usable for each in facts),
                 "cancelled": record.cancelled is not None,
                 "readable": record.damaged is None,

@@ -20,10 +20,12 @@ async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
         await submit(log, "done")
         await submit(log, "t", num_samples=3, retries=1, group=GroupSpec(early_stop_min=2))
         done, first, second, third = await claim(log, node)
+        await log.session_started(end(third).identity)
         for each in (done, first):
             await log.finish(each, end(each))
         again = await log.put_back(second, end(second, status="interrupted"), keep=True)
         assert again is not None
+        await log.session_started(end(again).identity)
     async with open_sqlite(path) as log:
         joined = await log.join(NodeFacts(name="n"))
         assert [(each.session_id, each.attempt, each.retries) for each in joined.inherited] == [
@@ -47,12 +49,17 @@ async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
 async def test_restart_keeps_cancel(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path) as log:
-        await submit(log, "t")
+        node = await join(log)
+        await submit(log, "t", num_samples=2)
+        (began,) = await claim(log, node, 1)
+        await log.session_started(end(began).identity)
         assert await log.cancel("t", NOW)
     async with open_sqlite(path) as log:
         joined = await log.join(NodeFacts(name="n"))
         assert [each.ending for each in joined.inherited] == ["cancelled"]
         assert await log.to_stop(joined.incarnation) == {"t-0": "cancelled"}
+        (queued,) = await log.claim_endings(joined.incarnation, 10)
+        assert (queued.session_id, queued.attempt) == ("t-1", 0), "it never began, and keeps its session"
 
 
 async def test_restored_journal_names_gap(tmp_path: Path) -> None:
