@@ -8,32 +8,24 @@ Only a loss caused by the machine is retried, at most `retries` times.
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Final, Literal, Protocol, TypeVar
 
 import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.core.backoff import Backoff
-from polarnode.core.task import Budgets, GroupSpec, TaskSpec
+from polarnode.core.task import Budgets, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.gateway.live_sessions import Counters, LiveSession, LiveSessions
-from polarnode.groups.group import (
-    EARLY_STOP,
-    Facts,
-    facts_of,
-    judged,
-    lost_to_the_machine,
-    member_of,
-    stamped,
-)
+from polarnode.groups.group import lost_to_the_machine, stamped
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras, unscored
 from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
 from polarnode.rollouts.evaluation import taught
+from polarnode.rollouts.results import Results
 from polarnode.rollouts.services import NodeServices
 from polarnode.support.bounded import give_back_memory
-from polarnode.support.metrics import NodeCounters
 
 logger = logging.getLogger(__name__)
 
@@ -52,100 +44,9 @@ def retries_left(retries: int, budgets: Budgets) -> bool:
     return retries < budgets.retries
 
 
-def successor(identity: Identity, session_id: str) -> Identity:
-    """The identity of the next attempt. One of a fork forks again, and may inherit all that was asked."""
-    fork = identity.forked_from
-    again = None if fork is None else evolve(fork, got=fork.turn, differs=None)
-    attempt = identity.attempt + 1
-    return evolve(identity, session_id=session_id, attempt=attempt, forked_from=again, continued_from=None)
-
-
 def pause_before(attempt: int) -> float:
     """Seconds before an attempt begins; none before the first."""
     return PAUSES.delay(attempt - 1) if attempt else 0.0
-
-
-# ── open groups ───────────────────────────────────────────────────────────────
-
-
-@define(eq=False)
-class _Open:
-    """A group that is not over. `over` is by sample_index; None for a sample whose end could not be
-    written.
-    """
-
-    spec: GroupSpec
-    samples: int
-    over: dict[int, Facts | None] = field(factory=dict)
-    usable: int = 0
-    changed: trio.Event = field(factory=trio.Event)  # replaced with each sample that is over
-
-    @property
-    def enough(self) -> bool:
-        return self.spec.early_stop_min is not None and self.usable >= self.spec.early_stop_min
-
-
-@define(eq=False)
-class GroupWatch:
-    """The open groups, by task: a task's sessions are a group.
-
-    It counts samples, not sessions: a sample whose session was lost and is retried is not over. It uses the
-    same facts and function as the journal, which decides the group's outcome.
-    """
-
-    tally: NodeCounters
-    _open: dict[str, _Open] = field(factory=dict, init=False)
-
-    def begin(self, task_id: str, spec: TaskSpec, over: Iterable[Facts] = ()) -> None:
-        """Watch a task's group. `over`: the samples that ended, and were counted, in an earlier run of the
-        node.
-        """
-        before = {each.sample_index: each for each in over}
-        usable = sum(member_of(spec.group, each).usable for each in before.values())
-        self._open[task_id] = _Open(spec=spec.group, samples=spec.num_samples, over={**before}, usable=usable)
-
-    def has_enough(self, task_id: str) -> bool:
-        """Whether the group needs no more sessions."""
-        group = self._open.get(task_id)
-        return group is not None and group.enough
-
-    async def place_over(self, task_id: str, sample_index: int) -> Facts | None:
-        """Wait until a sample of an open group is over; None if its end could not be written."""
-        group = self._open[task_id]
-        while sample_index not in group.over:
-            await group.changed.wait()
-        return group.over[sample_index]
-
-    def over(self, trajectory: Trajectory) -> bool:
-        """Count a finished sample. True when its group has enough with it: its siblings must be ended now."""
-        group = self._open.get(trajectory.task_id)
-        if group is None or trajectory.sample_index in group.over:
-            return False
-        had, facts = group.enough, facts_of(trajectory)
-        member = member_of(group.spec, facts)
-        self.tally.place(member)
-        group.usable += member.usable
-        self._fill(trajectory.task_id, group, trajectory.sample_index, facts)
-        return group.enough and not had
-
-    def unwritten(self, task_id: str, sample_index: int) -> None:
-        """Count a sample whose end could not be written: the journal keeps the group open, and the next start
-        of the node finds it.
-        """
-        group = self._open.get(task_id)
-        if group is not None and sample_index not in group.over:
-            self._fill(task_id, group, sample_index, None)
-
-    def _fill(self, task_id: str, group: _Open, sample_index: int, facts: Facts | None) -> None:
-        group.over[sample_index] = facts
-        group.changed.set()
-        group.changed = trio.Event()
-        if len(group.over) < group.samples:
-            return
-        del self._open[task_id]
-        facts_of_all = [each for each in group.over.values() if each is not None]
-        if len(facts_of_all) == group.samples:
-            self.tally.groups[judged(group.spec, facts_of_all, task_id=task_id, group_id=task_id).state] += 1
 
 
 # ── drivers and their registry ────────────────────────────────────────────────
@@ -188,26 +89,7 @@ class SessionDriver(Protocol):
 
 
 Driver = TypeVar("Driver", bound=SessionDriver)
-
-
-class Homes:
-    """Where tasks have a second home; nowhere, for a node that is alone."""
-
-    def holds(self, trajectory: Trajectory) -> bool:
-        """Take a finished session's result, to publish it once its second home has it."""
-        return False
-
-    def first_attempt(self, task_id: str) -> int:
-        """The attempt from which this node counts the retries of a task's sessions."""
-        return 0
-
-    def moved(self, task_id: str) -> bool:
-        """Whether the task is another node's now: none of its sessions is tried again here."""
-        return False
-
-    def outlives(self, task_id: str) -> bool:
-        """Whether the task goes on when this node ends, at another or when this one is back."""
-        return False
+OnEnd = Callable[[SessionEnd], Awaitable[None]]
 
 
 @define(eq=False)
@@ -219,17 +101,13 @@ class SessionRegistry:
     """
 
     services: NodeServices
-    groups: GroupWatch = field(init=False)
-    homes: Homes = field(factory=Homes, init=False)
+    results: Results
+    unwritten: set[tuple[str, int]] = field(factory=set, init=False)  # samples whose end could not be written
     stopping: bool = field(default=False, init=False)
     _drivers: dict[str, SessionDriver] = field(factory=dict, init=False)
     _scoring: set[trio.CancelScope] = field(factory=set, init=False)  # of those a teacher scores now
     # set when the last session of a stopping node is over
     _emptied: trio.Event = field(factory=trio.Event, init=False)
-
-    @groups.default
-    def _make_groups(self) -> GroupWatch:
-        return GroupWatch(self.services.tally)
 
     def open(self, identity: Identity, task: TaskSpec, *, calls_first: bool = False) -> LiveSession:
         """Create a session as the model endpoint sees it, with a new key. `calls_first` is its harness's."""
@@ -262,7 +140,7 @@ class SessionRegistry:
         *,
         nursery: trio.Nursery,
         sessions_by_key: LiveSessions,
-        on_end: Callable[[SessionEnd], None] | None = None,
+        on_end: OnEnd | None = None,
     ) -> None:
         """Run a driver in `nursery`, its key valid in `sessions_by_key` meanwhile. `on_end` receives its end
         in place of `end`.
@@ -273,12 +151,10 @@ class SessionRegistry:
         self._drivers[session_id] = driver
         sessions_by_key.add(driver.live)
         nursery.start_soon(
-            self._drive, driver, sessions_by_key, on_end or self.end, name=f"session {session_id}"
+            self._drive, driver, sessions_by_key, on_end or self.end_at_once, name=f"session {session_id}"
         )
 
-    async def _drive(
-        self, driver: SessionDriver, sessions_by_key: LiveSessions, on_end: Callable[[SessionEnd], None]
-    ) -> None:
+    async def _drive(self, driver: SessionDriver, sessions_by_key: LiveSessions, on_end: OnEnd) -> None:
         identity, failed = driver.identity, False
         try:
             await self._conclude(driver, await driver.run(), on_end)
@@ -289,7 +165,7 @@ class SessionRegistry:
                 " finds it",
                 identity.session_id,
             )
-            self.groups.unwritten(identity.task_id, identity.sample_index)
+            self.unwritten.add((identity.task_id, identity.sample_index))
             failed = True
         finally:
             sessions_by_key.remove(driver.live)
@@ -305,23 +181,21 @@ class SessionRegistry:
             await trio.sleep(FORGOTTEN_S)
             await give_back_memory()
 
-    async def _conclude(
-        self, driver: SessionDriver, result: Result, on_end: Callable[[SessionEnd], None]
-    ) -> None:
+    async def _conclude(self, driver: SessionDriver, result: Result, on_end: OnEnd) -> None:
         identity, turns, services = driver.identity, driver.live.lineages.turns, self.services
         versions = services.versions_of(driver.task.adapter)  # before a teacher scores: it adds no staleness
 
-        def send(trajectory: Trajectory) -> None:
-            on_end(SessionEnd(identity=identity, trajectory=trajectory, cancelled=driver.cancelled))
+        async def send(trajectory: Trajectory) -> None:
+            await on_end(SessionEnd(identity=identity, trajectory=trajectory, cancelled=driver.cancelled))
 
         try:
             imports = services.allowed_imports
             found = stamped(assemble(identity, driver.task, turns, result, allowed_imports=imports), versions)
-            send(await self._taught(driver.task, found))
+            await send(await self._taught(driver.task, found))
         except Exception as error:
             # the same edge: what cannot be built or packed costs its traces, not the record
             bug = evolve(result, outcome=bug_outcome(identity, error), verdict=None, metrics={})
-            send(stamped(without_traces(identity, driver.task, turns, bug), versions))
+            await send(stamped(without_traces(identity, driver.task, turns, bug), versions))
 
     async def _taught(self, task: TaskSpec, found: Trajectory) -> Trajectory:
         """The trajectory with what the task's teacher says of it, within what is left of `post_s`."""
@@ -342,20 +216,14 @@ class SessionRegistry:
         self.publish(end.trajectory)
         self.services.tally.published(end.trajectory)
 
-    def publish(self, trajectory: Trajectory) -> None:
-        """Publish a finished sample, at once or when its second home has it."""
-        log_end(trajectory)
-        if not self.homes.holds(trajectory):
-            self.services.journal.publish(trajectory)
-            self.count(trajectory)
+    async def end_at_once(self, end: SessionEnd) -> None:
+        """`end`, as `start` takes it."""
+        self.end(end)
 
-    def count(self, trajectory: Trajectory) -> None:
-        """A finished sample was published: running siblings are cancelled if their group has enough now."""
-        if self.groups.over(trajectory):
-            for driver in tuple(self._drivers.values()):
-                identity = driver.identity
-                if identity.task_id == trajectory.task_id and identity.session_id != trajectory.session_id:
-                    driver.cancel(EARLY_STOP)
+    def publish(self, trajectory: Trajectory) -> None:
+        """Publish a finished sample."""
+        log_end(trajectory)
+        self.results.publish(trajectory)
 
     def live(self, kind: type[Driver], task_id: str | None = None) -> tuple[Driver, ...]:
         """The live drivers of a type, oldest first, of one task or of all."""
@@ -369,6 +237,10 @@ class SessionRegistry:
         """The live driver of a session; None when it is over or of another type."""
         found = self._drivers.get(session_id)
         return found if isinstance(found, kind) else None
+
+    def find(self, session_id: str) -> SessionDriver | None:
+        """The live driver of a session, of whatever type."""
+        return self._drivers.get(session_id)
 
     def cancel_all(self) -> None:
         """End every session because the node stops; each keeps its turns, and is published without its
@@ -388,6 +260,7 @@ class SessionRegistry:
             self.cancel_all()
         if self._drivers:
             await self._emptied.wait()
+        await self.results.delivered()
 
 
 def log_end(trajectory: Trajectory) -> None:

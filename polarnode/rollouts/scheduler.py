@@ -1,20 +1,18 @@
-"""The scheduler: starts the sessions of tasks, and another attempt for each session that the machine lost.
+"""The scheduler: claims places from the log, runs a session in each, and gives the log its end.
 
-The node passes it the sessions' nursery, so that a session outlives the request that submitted it. Submission
-is synchronous: a task is accepted whole or not at all. A caller that waits for a task must count the samples
-of its group, not its sessions, because one sample may take several attempts.
+A task's places stand in the log, which says what runs next: a node alone claims from its own journal, and the
+nodes of a fleet from the same PostgreSQL. A caller that waits for a task must count the samples of its group,
+not its sessions, because one sample may take several attempts.
 
-`recover` settles the sessions that were running when an earlier run of this node ended. The journal alone
-decides which they are. Each is settled in one entry, so a node killed during recovery resumes there.
+`recover` settles what earlier runs of this node held. Each place is settled by one call of the log, so a node
+that is killed meanwhile finds the rest at its next start.
 """
 
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import inf
-from typing import Any
+from typing import Final
 from weakref import WeakValueDictionary
 
 import trio
@@ -22,15 +20,32 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.containers.pool import Demand
 from polarnode.core.errors import Refused
-from polarnode.core.fleet import TaskCopy
+from polarnode.core.fleet import every_label
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.groups.fork_policy import fork_place
-from polarnode.groups.group import EARLY_STOP, lost_to_the_machine, stamped
-from polarnode.journal.copies import held_sessions
+from polarnode.groups.group import (
+    EARLY_STOP,
+    Facts,
+    facts_of,
+    judged,
+    lost_to_the_machine,
+    member_of,
+    stamped,
+)
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import (
+    Claim,
+    EndingCause,
+    FinishAnswer,
+    Log,
+    LogAway,
+    NodeFacts,
+    Offer,
+    ended_session,
+)
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.token_extras import unscored
 from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
@@ -38,13 +53,11 @@ from polarnode.rollouts.admission import Admitted, admitted
 from polarnode.rollouts.continuing import went_wrong
 from polarnode.rollouts.lifecycle import (
     SESSION_ID_BYTES,
-    Homes,
+    CancelCause,
     SessionEnd,
     SessionRegistry,
-    new_session_id,
     pause_before,
     retries_left,
-    successor,
 )
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session import Session
@@ -55,21 +68,21 @@ from polarnode.support.waiting_line import Cohort
 
 logger = logging.getLogger(__name__)
 
-KEPT_IMAGES = 32  # of recent tasks: a node keeps about so many prepared workspaces
-NODE_ENDS = 8  # sessions of a fleet's place that its node may end with it: a task that ends nodes stops there
-WEIGHT = 0.05  # of a session's seconds in the average: about the last twenty count
-COUNTED_S = 1.0  # between counts of live sessions by priority: 2 ms for 20,000, and loads are 2 s old anyway
-KEPT_ENDED = 10_000  # ended sessions that status still lists: about 1 kB each
+KEPT_IMAGES: Final = 32  # of recent tasks: a node keeps about so many prepared workspaces
+KEPT_ENDED: Final = 10_000  # ended sessions that status still lists: about 1 kB each
+ENDINGS_AT_ONCE: Final = 64  # places that are ended without a run, between two looks at the rest
+LOOK_S: Final = 1.0  # between looks at the log where nothing wakes: a lost notification costs no more
 
 
 @frozen(kw_only=True)
 class SchedulerStatistics:
-    """The stages and the counts of sessions. `retried` sessions were followed by another attempt and are not
-    counted as `ended`.
+    """The stages and the counts of sessions. `live` ones are claimed and not over, `queued` places wait for a
+    node; `retried` sessions were followed by another attempt and are not counted as `ended`.
     """
 
     stages: Mapping[str, SemaphoreStatistics]
     live: int
+    queued: int
     ended: int
     retried: int
     stopping: bool
@@ -101,19 +114,26 @@ def session_status(session: Session, published: Trajectory | None = None) -> Liv
 
 @define(eq=False)
 class Scheduler:
-    """Accepts tasks and runs their sessions. `warm` is the most warm containers kept per shape."""
+    """Runs the sessions of tasks. `most_claimed`: sessions that are claimed and not over, at most; those
+    beyond the slots of the first stage are the next ones, whose containers are made ahead. `warm` is the most
+    warm containers kept per shape.
+    """
 
     nursery: trio.Nursery
     services: NodeServices
     registry: SessionRegistry
     sessions_by_key: LiveSessions
+    log: Log
+    now: Callable[[], float]  # seconds since the epoch
+    most_claimed: int
     warm: int
+    incarnation: int = 0
     _demand: Demand = field(init=False)
     _ended: dict[str, LiveSessionStatus] = field(factory=dict, init=False)
-    session_s: float = field(default=0.0, init=False)  # moving average of sessions that ended
     _images: dict[str, None] = field(factory=dict, init=False)
     _cohorts: "WeakValueDictionary[str, Cohort]" = field(factory=WeakValueDictionary, init=False)
-    _by_priority: tuple[float, Mapping[str, int]] = field(default=(-inf, {}), init=False)  # and when
+    _unsure: bool = field(default=False, init=False)  # an answer to a claim was lost
+    _room: trio.Event = field(factory=trio.Event, init=False)  # set when a session is over
 
     @_demand.default
     def _make_demand(self) -> Demand:
@@ -121,107 +141,198 @@ class Scheduler:
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 
-    def submit(
-        self, spec: TaskSpec, *, idempotency_key: str | None = None, copy: TaskCopy | None = None
+    async def submit(
+        self,
+        spec: TaskSpec,
+        *,
+        idempotency_key: str | None = None,
+        callback_kinds: Sequence[str] = (),
     ) -> tuple[str, tuple[str, ...]]:
-        """Accept a task, of a fleet with its `copy`, and return (task_id, session_ids). Raises Refused when a
-        part that it names is not available or does not accept its settings, or when the node is stopping.
+        """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused when a part
+        that it names is not available or does not accept its settings, or when the node is stopping.
         """
         if self.registry.stopping:
             raise Refused("this node is stopping and takes no new tasks: use another node, or retry later")
+        self._admitted(spec)
         task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
-        orders = self._orders(spec, task_id, {index: new_session_id() for index in range(spec.num_samples)})
-        session_ids = tuple(order.identity.session_id for order in orders)
-        whose: dict[str, Any] = {"task_id": task_id, "session_ids": session_ids}
-        whose |= {} if copy is None else {"copy": copy}
-        self.services.journal.task_submitted(spec, idempotency_key=idempotency_key, **whose)
-        self.registry.groups.begin(task_id, spec)
-        self._begin(orders)
-        return task_id, session_ids
+        record = await self.log.submit(
+            spec,
+            task_id=task_id,
+            session_ids=tuple(secrets.token_hex(SESSION_ID_BYTES) for _ in range(spec.num_samples)),
+            idempotency_key=idempotency_key,
+            callback_kinds=tuple(callback_kinds),
+            submitted=self.now(),
+        )
+        return record.task_id, tuple(session.session_id for session in record.sessions)
 
-    def adopt(self, spec: TaskSpec, task_id: str, places: Mapping[int, str]) -> None:
-        """Begin these sessions, by place, of a task that the journal has and another node began. What cannot
-        be run here ends with an error, because nobody waits for an answer.
+    async def cancel(self, task_id: str) -> bool:
+        """Cancel a task's sessions, wherever they run. Each keeps its turns, and none is retried, even after a
+        restart. False when none of its places is open.
         """
-        try:
-            self._begin(self._orders(spec, task_id, places))
-        except Refused as refused:
-            reason = f"the task's node is gone, and this one cannot run it: {refused}"
-            for index, session_id in places.items():
-                identity = self._identity(spec, task_id, index, session_id, HarnessSpec().name, None)
-                outcome = Outcome(status="error", boundary="node", reason=reason)
-                self.registry.publish(assemble(identity, spec, (), Result(outcome=outcome)))
+        cancelled = await self.log.cancel(task_id, self.now())
+        for session in self.registry.live(Session, task_id):
+            session.cancel("cancelled")
+        return cancelled
 
-    @property
-    def recent_images(self) -> tuple[str, ...]:
-        """The images of recent tasks, whose workspaces are likely to be prepared here."""
-        return tuple(self._images)
+    def cancel_session(self, session_id: str) -> bool:
+        """Cancel one of a task's sessions; it keeps its turns. False when it is not live."""
+        session = self.registry.get(Session, session_id)
+        if session is not None:
+            session.cancel("cancelled")
+        return session is not None
 
-    def _begin(self, orders: Sequence[SessionOrder]) -> None:
-        for order in orders[:1]:
-            self._images.pop(order.runtime.image, None)
-            remember(self._images, order.runtime.image, None, most=KEPT_IMAGES)
-        for order in orders:
-            self.services.journal.session_started(order.identity)
-        self._expect(orders)
-        for order in orders:
-            self._start(order)
+    async def place_over(self, task_id: str, sample_index: int) -> Facts | None:
+        """Wait until a sample of a task is over, at whichever node; None if its end could not be written."""
+        while (task_id, sample_index) not in self.registry.unwritten:
+            for facts in await self.log.places_over(task_id):
+                if facts.sample_index == sample_index:
+                    return facts
+            await self.log.wait_news(LOOK_S)
+        return None
 
-    def _expect(self, orders: Sequence[SessionOrder]) -> None:
-        """Warm containers for sessions of one task, but not for a tree's forks, which wait for a session."""
-        ids = [
-            order.identity.session_id
-            for order in orders
-            if fork_place(order.spec, order.identity.sample_index) is None
-        ]
-        if ids:
-            self._demand.expect(ids, orders[0].runtime, each=orders[0].containers)
+    # ── claims ────────────────────────────────────────────────────────────────
 
-    def _orders(
-        self, spec: TaskSpec, task_id: str, session_ids: Mapping[int, str]
-    ) -> tuple[SessionOrder, ...]:
-        found = self._admitted(spec)
-        name, version = found.harness.name, found.harness.version
-        cohort = self._cohort(spec.group_id or task_id)
-        return tuple(
-            SessionOrder(
-                identity=self._identity(spec, task_id, index, session_id, name, version),
-                spec=spec,
-                harness=found.harness,
-                evaluator=found.evaluator,
-                first_attempt=self.registry.homes.first_attempt(task_id),
-                cohort=cohort,
-            )
-            for index, session_id in session_ids.items()
+    async def run(self, ready: trio.Event) -> None:
+        """Claim places and end what must be ended, until cancelled."""
+        ready.set()
+        away = False
+        while True:
+            try:
+                await self._look()
+                away = False
+            except LogAway as error:
+                self._unsure = True
+                if not away:
+                    logger.warning("%s; sessions go on, and nothing new begins", error)
+                away = True
+            await self._wait_reason_to_look()
+
+    async def _look(self) -> None:
+        """Ask the log once for everything that it may have for this node."""
+        if self._unsure:  # what it gave to a claim whose answer was lost
+            for claim in await self.log.claims(self.incarnation):
+                if self.registry.results.claim_of(claim.session_id) is None:
+                    self.begin(claim)
+            self._unsure = False
+        for claim in await self.log.claim_endings(self.incarnation, ENDINGS_AT_ONCE):
+            self._end_unrun(claim)
+        for session_id, cause in (await self.log.to_stop(self.incarnation)).items():
+            driver = self.registry.find(session_id)
+            if driver is not None:
+                driver.cancel(_cancel_cause(cause))
+        room = self.most_claimed - len(self.registry.live(Session))
+        if room > 0 and not self.registry.stopping:
+            for claim in await self.log.claim(self._offer(room)):
+                self.begin(claim)
+
+    async def _wait_reason_to_look(self) -> None:
+        """Wait for news of the log, or for room here."""
+        async with trio.open_nursery() as nursery:
+
+            async def wait_room() -> None:
+                await self._room.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(wait_room)
+            await self.log.wait_news(LOOK_S)
+            nursery.cancel_scope.cancel()
+        if self._room.is_set():
+            self._room = trio.Event()
+
+    def _offer(self, room: int) -> Offer:
+        here, services = self.services.identity, self.services
+        adapters = {each.name: each.version for each in services.adapters.status()}
+        return Offer(
+            incarnation=self.incarnation,
+            room=room,
+            labels=every_label(here.labels, node=here.node, model=here.model),
+            images=tuple(self._images),
+            serving={**adapters, **({"": versions[-1]} if (versions := services.versions()) else {})},
         )
 
-    def _cohort(self, group_id: str) -> Cohort:
-        """A group's place at the stages, as old as the first of its sessions that are not over: a group may
-        be several tasks, and its name may come again.
+    def begin(self, claim: Claim) -> None:
+        """Begin the session of a claim. What cannot be run here ends with an error, because nobody waits for
+        an answer.
         """
-        return self._cohorts.setdefault(group_id, Cohort())
+        self.registry.results.hold(claim)
+        try:
+            order = self._order(claim)
+        except Refused as refused:
+            reason = f"node {self.services.identity.node} cannot run it: {refused}"
+            self._publish_unrun(claim, Outcome(status="error", boundary="node", reason=reason))
+            return
+        image = order.runtime.image
+        self._images.pop(image, None)
+        remember(self._images, image, None, most=KEPT_IMAGES)
+        self.services.journal.session_started(order.identity)
+        # a tree's fork waits for a session, and needs no container before that is over
+        if fork_place(order.spec, order.identity.sample_index) is None:
+            self._demand.expect([order.identity.session_id], order.runtime, each=order.containers)
+        session = Session(
+            order=order,
+            live=self.registry.open(order.identity, order.spec, calls_first=order.harness.calls_first),
+            services=self.services,
+            delay_s=pause_before(claim.retries),  # give a transient fault time to pass
+            place_over=self.place_over,
+            on_phase=self._phase_changed,
+            on_unpublished=lambda lost: self._list_ended(evolve(session_status(lost), outcome="error")),
+        )
+        self.registry.start(
+            session, nursery=self.nursery, sessions_by_key=self.sessions_by_key, on_end=self._session_over
+        )
 
-    def _identity(
-        self,
-        spec: TaskSpec,
-        task_id: str,
-        index: int,
-        session_id: str,
-        harness: str,
-        version: str | None,
-    ) -> Identity:
+    def _end_unrun(self, claim: Claim) -> None:
+        """End a place that nobody runs and nobody should."""
+        self.registry.results.hold(claim)
+        if claim.ending == "retries spent":
+            reason = "its node was lost, once more than budgets.retries allows"
+            self._publish_unrun(claim, Outcome(status="error", boundary="node", reason=reason))
+        else:
+            why = EARLY_STOP if claim.ending == "early stop" else "cancelled"
+            self._publish_unrun(claim, Outcome(status="cancelled", reason=f"{why} before it began"))
+
+    def _publish_unrun(self, claim: Claim, outcome: Outcome) -> None:
+        identity = self.identity_of(claim)
+        self.registry.publish(assemble(identity, claim.spec, (), Result(outcome=outcome)))
+
+    def _order(self, claim: Claim) -> SessionOrder:
+        """The order of a claim's session. Raises Refused if its task would not be accepted here now."""
+        found = self._admitted(claim.spec)
+        group_id = claim.spec.group_id or claim.task_id
+        return SessionOrder(
+            identity=self.identity_of(claim, found.harness.name, found.harness.version),
+            spec=claim.spec,
+            harness=found.harness,
+            evaluator=found.evaluator,
+            # a group's place at the stages, as old as the first of its sessions that are not over: a group may
+            # be several tasks, and its name may come again
+            cohort=self._cohorts.setdefault(group_id, Cohort()),
+        )
+
+    def identity_of(self, claim: Claim, harness: str | None = None, version: str | None = None) -> Identity:
+        """The identity of a claim's session. `harness`: the one that runs it, where it differs from the one
+        that its task names.
+        """
         return Identity(
-            session_id=session_id,
-            task_id=task_id,
-            group_id=spec.group_id or task_id,
-            sample_index=index,
-            harness=harness,
+            session_id=claim.session_id,
+            task_id=claim.task_id,
+            group_id=claim.spec.group_id or claim.task_id,
+            sample_index=claim.sample_index,
+            harness=harness or claim.spec.harness.name,
             harness_version=version,
             model=self.services.identity.model,
             node=self.services.identity.node,
-            attempt=self.registry.homes.first_attempt(task_id),
-            forked_from=asked_fork(spec),
+            attempt=claim.attempt,
+            forked_from=asked_fork(claim.spec),
         )
+
+    def refusal(self, spec: TaskSpec) -> str | None:
+        """Why a task would not be accepted here now."""
+        try:
+            self._admitted(spec)
+        except Refused as refused:
+            return str(refused)
+        return None
 
     def _admitted(self, spec: TaskSpec) -> Admitted:
         services = self.services
@@ -242,109 +353,50 @@ class Scheduler:
             tree_way(spec, found.harness)  # refuses what cannot be resumed
         return found
 
-    def cancel(self, task_id: str) -> bool:
-        """Cancel a task's sessions. Each keeps its turns, and none is retried, even after a restart. False
-        when none is live.
-        """
-        sessions = self.registry.live(Session, task_id)
-        if sessions:
-            self.services.journal.task_cancelled(task_id)
-        for session in sessions:
-            session.cancel("cancelled")
-        return bool(sessions)
+    # ── ends ──────────────────────────────────────────────────────────────────
 
-    def cancel_session(self, session_id: str) -> bool:
-        """Cancel one of a task's sessions; it keeps its turns. False when it is not live."""
-        session = self.registry.get(Session, session_id)
-        if session is not None:
-            session.cancel("cancelled")
-        return session is not None
-
-    # ── sessions that the machine lost ────────────────────────────────────────
-
-    def order_of(self, spec: TaskSpec, identity: Identity) -> SessionOrder:
-        """Make the order of a session of an earlier run of the node again. Raises Refused if its task would
-        not be accepted now.
-        """
-        found = self._admitted(spec)
-        node = self.services.identity
-        today = evolve(
-            identity,
-            harness=found.harness.name,
-            harness_version=found.harness.version,
-            model=node.model,
-            node=node.node,
-        )
-        return SessionOrder(
-            identity=today,
-            spec=spec,
-            harness=found.harness,
-            evaluator=found.evaluator,
-            first_attempt=self.registry.homes.first_attempt(identity.task_id),
-            cohort=self._cohort(identity.group_id),
-        )
-
-    def replace(self, lost: Trajectory, order: SessionOrder) -> None:
-        """Publish a session that the machine lost outside its group, and start the next attempt. `order` is
-        the lost session's.
-        """
-        fresh = evolve(order, identity=successor(order.identity, new_session_id()))
-        self.services.journal.replaced(evolve(lost, retried_as=fresh.identity.session_id), fresh.identity)
-        self.services.tally.lost(lost.outcome)
-        logger.warning(
-            "session %s is lost (%s) and tried again as %s",
-            lost.session_id,
-            lost.outcome.reason,
-            fresh.identity.session_id,
-        )
-        self._expect((fresh,))
-        self._start(fresh)
-
-    def recovered(self, trajectory: Trajectory, adapter: str) -> None:
-        """Publish a session of an earlier run of the node. Its sample is over."""
-        self.registry.publish(stamped(trajectory, self.services.versions_of(adapter)))
-
-    # ── sessions ──────────────────────────────────────────────────────────────
-
-    def _start(self, order: SessionOrder) -> None:
-        session = Session(
-            order=order,
-            live=self.registry.open(order.identity, order.spec, calls_first=order.harness.calls_first),
-            services=self.services,
-            delay_s=pause_before(order.retries),  # give a transient fault time to pass
-            place_over=self.registry.groups.place_over,
-            on_phase=self._phase_changed,
-            on_unpublished=lambda lost: self._list_ended(evolve(session_status(lost), outcome="error")),
-        )
-        self.registry.start(
-            session, nursery=self.nursery, sessions_by_key=self.sessions_by_key, on_end=self._session_over
-        )
-
-    def _session_over(self, end: SessionEnd) -> None:
-        """Publish a session that is over: its sample is over, or another attempt takes its place."""
-        timing = end.trajectory.timing
-        seconds = timing.init_s + timing.run_s + timing.post_s  # without what it waited for others
-        self.session_s += (seconds - self.session_s) * (WEIGHT if self.session_s else 1.0)
-        session_id = end.identity.session_id
-        session = self.registry.get(Session, session_id)
-        if self._goes_on(end):
-            return  # unfinished in the journal, for who goes on with the task
-        if session is not None and not end.cancelled and not self.registry.homes.moved(end.identity.task_id):
-            order, outcome = session.order, end.trajectory.outcome
-            if went_wrong(order.identity, session.live, outcome):  # it costs no retry
-                self.replace(end.trajectory, evolve(order, first_attempt=order.first_attempt + 1))
-                return
-            if lost_to_the_machine(outcome) and retries_left(order.retries, session.task.budgets):
-                self.replace(end.trajectory, order)
+    async def _session_over(self, end: SessionEnd) -> None:
+        """A session is over: its sample is over, or another attempt takes its place."""
+        claim = self.registry.results.claim_of(end.identity.session_id)
+        session = self.registry.get(Session, end.identity.session_id)
+        if session is not None and claim is not None and end.cancelled is None:
+            outcome = end.trajectory.outcome
+            wrong = went_wrong(session.identity, session.live, outcome)  # it costs no retry
+            again = lost_to_the_machine(outcome) and retries_left(claim.retries, session.task.budgets)
+            if wrong or again:
+                await self.replace(end.trajectory, counts=not wrong)
+                self._wake()
                 return
         self.registry.end(end)
         if session is not None:
             self._list_ended(session_status(session, end.trajectory))
+        self._wake()
 
-    def _goes_on(self, end: SessionEnd) -> bool:
-        """Whether the session was ended by the stop of its node alone, and its task goes on without it."""
-        stopped = end.cancelled == "stopped" and end.trajectory.outcome.status == "cancelled"
-        return stopped and self.registry.stopping and self.registry.homes.outlives(end.identity.task_id)
+    async def replace(self, lost: Trajectory, *, counts: bool) -> bool:
+        """Publish a session that the machine lost outside its group, and begin the next attempt here. False
+        where its place is to be ended instead.
+        """
+        kept = await self.registry.results.put_back(lost, counts=counts)
+        self.services.tally.lost(lost.outcome)
+        again = "is not tried again" if kept is None else f"is tried again as {kept.session_id}"
+        logger.warning("session %s is lost (%s) and %s", lost.session_id, lost.outcome.reason, again)
+        if kept is not None:
+            self.begin(kept)
+        return kept is not None
+
+    async def note_filled(self, claim: Claim, trajectory: Trajectory, answer: FinishAnswer) -> None:
+        """Count a sample that has its place in the log now, and its group with the last one."""
+        if answer == "already":
+            return
+        policy = claim.spec.group
+        self.services.tally.place(member_of(policy, facts_of(trajectory)))
+        if answer == "last":
+            facts = await self.log.places_over(claim.task_id)
+            group = judged(policy, facts, task_id=claim.task_id, group_id=trajectory.group_id)
+            self.services.tally.groups[group.state] += 1
+
+    def _wake(self) -> None:
+        self._room.set()
 
     def _phase_changed(self, session: Session) -> None:
         if session.phase != "init":
@@ -360,129 +412,102 @@ class Scheduler:
         ended = (status for status in self._ended.values() if task_id in (None, status.task_id))
         return (*ended, *map(session_status, self.registry.live(Session, task_id)))
 
-    def live_by_priority(self) -> Mapping[str, int]:
-        """How many sessions are not over, by priority, as of at most COUNTED_S ago."""
-        at, found = self._by_priority
-        now = trio.current_time()
-        if now - at >= COUNTED_S:
-            found = Counter(str(each.order.spec.priority) for each in self.registry.live(Session))
-            self._by_priority = (now, found)
-        return found
-
     def statistics(self) -> SchedulerStatistics:
         """Stage depths and counts."""
-        stages = self.services.stages
+        stages, live = self.services.stages, len(self.registry.live(Session))
         return SchedulerStatistics(
             stages={name: getattr(stages, name).statistics() for name in ("live", "init", "run", "post")},
-            live=len(self.registry.live(Session)),
+            live=live,
+            queued=max(0, self.log.open_places - live),
             ended=len(self._ended),
             retried=self.services.tally.replaced.total(),
             stopping=self.registry.stopping,
         )
 
 
+def _cancel_cause(cause: EndingCause) -> CancelCause:
+    return EARLY_STOP if cause == "early stop" else "cancelled"
+
+
+# ── what earlier runs of the node held ────────────────────────────────────────
+
 Report = Callable[[str], None]
 
 
-async def recover(
-    journal: Journal,
-    scheduler: Scheduler,
-    report: Report,
-    *,
-    skips: Callable[[str], bool] = lambda task: False,
-) -> None:
-    """Publish each interrupted session as a trajectory of the captured turns, and start another attempt if
-    retries are left. Tasks that `skips` names, and results that wait for a second home, are left alone.
+async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, report: Report) -> None:
+    """Join the log, and settle the places that earlier runs of this node held: each session is published as a
+    trajectory of the turns that were captured, and another attempt begins if retries are left.
 
-    A group that has enough gets no new attempts: the node died before it had ended all its sessions.
+    Where the journal is damaged nothing is settled: what it lacks would be lost for good.
     """
     if journal.damage is not None:
         report(f"{journal.damage}; sessions of an earlier run stay as they are until then")
         return
-    held = await journal.query(held_sessions)
-    unfinished = [
-        each
-        for each in await journal.unfinished()
-        if each.identity.session_id not in held and not skips(each.identity.task_id)
-    ]
-    for task_id, spec in {
-        each.identity.task_id: each.spec for each in unfinished if each.spec is not None
-    }.items():
-        scheduler.registry.groups.begin(task_id, spec, await journal.places_over(task_id))
-    again = sum([await _recovered(journal, scheduler, session) for session in unfinished])
+    joined = await scheduler.log.join(facts)
+    scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
+    unfinished = {each.identity.session_id: each for each in await journal.unfinished()}
+    again = 0
+    for claim in joined.inherited:
+        session = unfinished.pop(claim.session_id, None) or _without_turns(claim, scheduler)
+        again += await _recovered(journal, scheduler, claim, session)
+    for session in unfinished.values():  # another has its place: what it left is an attempt
+        lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
+        await scheduler.log.publish(ended_session(lost, finished=scheduler.now()), joined.incarnation)
     await journal.flushed()
-    if unfinished:
+    if joined.inherited:
         report(
-            f"{len(unfinished)} sessions of an earlier run were interrupted; their turns are kept, and"
+            f"{len(joined.inherited)} sessions of an earlier run were interrupted; their turns are kept, and"
             f" {again} of them are tried again"
         )
 
 
-async def _recovered(journal: Journal, scheduler: Scheduler, session: UnfinishedSession) -> bool:
-    """Settle one session; True if another attempt was started. Its traces are built in a thread, because
+async def _recovered(
+    journal: Journal, scheduler: Scheduler, claim: Claim, session: UnfinishedSession
+) -> bool:
+    """Settle one place; True if another attempt was started. Its traces are built in a thread, because
     attempts started earlier are already running.
     """
+    scheduler.registry.results.hold(claim)
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
-    homes = scheduler.registry.homes
-    made = session.identity.attempt - homes.first_attempt(session.identity.task_id)
-    # read late, because siblings end meanwhile
-    if lost.outcome.status == "interrupted" and scheduler.registry.groups.has_enough(
-        session.identity.task_id
-    ):
+    if claim.ending == "early stop" and lost.outcome.status == "interrupted":
         lost = evolve(
             lost, outcome=Outcome(status="cancelled", reason=f"{EARLY_STOP}, and {lost.outcome.reason}")
         )
-    if (
-        session.spec is not None
-        and lost_to_the_machine(lost.outcome)
-        and retries_left(made - _free(homes, session), session.spec.budgets)
-        and not homes.moved(session.identity.task_id)
-    ):
-        try:
-            order = scheduler.order_of(session.spec, session.identity)
-        except Refused as refused:
-            lost = evolve(
-                lost,
-                outcome=evolve(
-                    lost.outcome, reason=f"{lost.outcome.reason}; it cannot be tried again here: {refused}"
-                ),
-            )
-        else:
-            # its budget's own retries are as many as before
-            fresh = session.identity.attempt + 1 if _free(homes, session) else order.first_attempt
-            scheduler.replace(lost, evolve(order, first_attempt=fresh))
-            return True
-    scheduler.recovered(lost, "" if session.spec is None else session.spec.adapter)
+    may_retry = claim.ending is None and retries_left(claim.retries, claim.spec.budgets)
+    if session.spec is not None and lost_to_the_machine(lost.outcome) and may_retry:
+        refusal = scheduler.refusal(claim.spec)
+        if refusal is None:
+            return await scheduler.replace(lost, counts=True)
+        reason = f"{lost.outcome.reason}; it cannot be tried again here: {refusal}"
+        lost = evolve(lost, outcome=evolve(lost.outcome, reason=reason))
+    adapter = "" if session.spec is None else session.spec.adapter
+    scheduler.registry.publish(stamped(lost, scheduler.services.versions_of(adapter)))
     return False
 
 
-def _free(homes: Homes, session: UnfinishedSession) -> int:
-    """The retries that a fleet's task has for ends of its node, beside those of its own budget."""
-    return NODE_ENDS if homes.outlives(session.identity.task_id) else 0
+def _without_turns(claim: Claim, scheduler: Scheduler) -> UnfinishedSession:
+    """A session of which this node's journal has nothing: it is another one than the claim was made with."""
+    identity = scheduler.identity_of(claim)
+    return UnfinishedSession(
+        identity=identity, spec=claim.spec, turns=(), cancelled=claim.ending == "cancelled"
+    )
 
 
 def _trajectory(session: UnfinishedSession, allowed_imports: tuple[str, ...]) -> Trajectory:
-    spec = _spec(session)
+    # a capture is built like any other session
+    spec = session.spec or TaskSpec(instruction="", harness=HarnessSpec(name=session.identity.harness))
+    reason = f"the node ended while the session ran; {len(session.turns)} turns were captured"
+    outcome = Outcome(status="interrupted", boundary="node", reason=reason)
+    if session.cancelled:
+        outcome = Outcome(status="cancelled", reason=f"cancelled, and {reason}")
     found = assemble(
         session.identity,
         spec,
         session.turns,
-        Result(outcome=_outcome(session)),
+        Result(outcome=outcome),
         allowed_imports=allowed_imports,
         damaged=session.damaged,
     )
     # not scored now: the node starts, and may have hundreds of them
     why = "the node ended before its teacher had scored it; POST /v1/score takes its rows"
     return unscored(found, why) if spec.carry.teacher else found
-
-
-def _spec(session: UnfinishedSession) -> TaskSpec:
-    """The spec of an interrupted session. A capture is built like any other session."""
-    return session.spec or TaskSpec(instruction="", harness=HarnessSpec(name=session.identity.harness))
-
-
-def _outcome(session: UnfinishedSession) -> Outcome:
-    reason = f"the node ended while the session ran; {len(session.turns)} turns were captured"
-    if session.cancelled:
-        return Outcome(status="cancelled", reason=f"cancelled, and {reason}")
-    return Outcome(status="interrupted", boundary="node", reason=reason)

@@ -20,7 +20,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.fleet import every_label, label_texts, unmet
 from polarnode.core.ports import Endpoint, HarnessOrder, Judge
 from polarnode.core.task import CarrySpec, ForkSpec, RuntimeSpec, TaskSpec
-from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.core.trajectory import Turn
 from polarnode.engine.adapters import Adapters
 from polarnode.engine.scoring import Scoring
 from polarnode.evaluators.contract import Evaluator
@@ -36,21 +36,13 @@ from polarnode.support.waiting_line import Cohort
 
 @frozen(kw_only=True)
 class SessionOrder:
-    """One session of a task: its identity, task and parts. `first_attempt`: from which its retries count.
-    `cohort`: its group, whose sessions pass each stage together.
-    """
+    """One session of a task: its identity, task and parts. `cohort`: its group, whose sessions pass each stage together."""
 
     identity: Identity
     spec: TaskSpec
     harness: Harness
     evaluator: Evaluator
-    first_attempt: int = 0
     cohort: Cohort = field(factory=Cohort, eq=False)
-
-    @property
-    def retries(self) -> int:
-        """How many sessions of this node it follows."""
-        return self.identity.attempt - self.first_attempt
 
     @property
     def runtime(self) -> RuntimeSpec:
@@ -105,21 +97,11 @@ class Stages:
 
 
 class SessionJournal(Protocol):
-    """The synchronous writes of sessions to the journal."""
-
-    def task_submitted(
-        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
-    ) -> None: ...
+    """The synchronous writes of a live session to the journal of its node."""
 
     def session_started(self, identity: Identity) -> None: ...
 
     def turn(self, turn: Turn) -> None: ...
-
-    def publish(self, trajectory: Trajectory) -> None: ...
-
-    def replaced(self, trajectory: Trajectory, successor: Identity) -> None: ...
-
-    def task_cancelled(self, task_id: str) -> None: ...
 
 
 class SessionPlaces(Protocol):

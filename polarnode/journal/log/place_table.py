@@ -66,6 +66,7 @@ class PlaceTable:
     """The places of one node. `incarnation` is the only one that holds any."""
 
     incarnation: int = 0
+    open_places: int = field(default=0, init=False)
     _tasks: dict[str, _Task] = field(factory=dict, init=False)
     # by priority, the numbers of tasks with places to run, and their ids
     _waiting: dict[int, list[tuple[int, str]]] = field(factory=dict, init=False)
@@ -129,6 +130,7 @@ class PlaceTable:
         self._numbers += 1
         task = _Task(self._numbers, task_id, spec, submitted, idempotency_key, places)
         self._tasks[task_id] = task
+        self.open_places += len(places)
         self._requeue(task)
         return task
 
@@ -250,10 +252,12 @@ class PlaceTable:
         del task.places[claim.sample_index]
         task.usable += usable
         self._requeue(task)
-        if not task.places:
-            del self._tasks[claim.task_id]
-            self._stopped.pop(claim.task_id, None)
-        return "now"
+        self.open_places -= 1
+        if task.places:
+            return "now"
+        del self._tasks[claim.task_id]
+        self._stopped.pop(claim.task_id, None)
+        return "last"
 
     def put_back(
         self, claim: Claim, session_id: str, *, counts: bool, keep: bool

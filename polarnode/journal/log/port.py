@@ -78,9 +78,11 @@ class Offer:
     serving: Mapping[str, str] = field(factory=dict)
 
 
-# Who filled a place: this call, this session in an earlier call, or another session; or the log does not have
-# the task (retention deleted it, or an older state of the log was restored).
-FinishAnswer = Literal["now", "already", "another", "unknown"]
+# Who filled a place: this call (with the "last" one its task is over), this session in an earlier call, or
+# another session; or the log does not have the task (retention deleted it, or an older state of the log was
+# restored).
+FinishAnswer = Literal["now", "last", "already", "another", "unknown"]
+FILLED: Final = ("now", "last", "already")
 
 
 @frozen(kw_only=True)
@@ -246,6 +248,10 @@ class LeasedCallback:
 
 class Places(Protocol):
     """Tasks and who runs them."""
+
+    @property
+    def open_places(self) -> int:
+        """The places that are not over, as of at most a second ago."""
 
     async def submit(
         self,

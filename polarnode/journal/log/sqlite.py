@@ -29,6 +29,7 @@ from polarnode.journal.forks import EarlierAttempt
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.place_table import PlaceTable
 from polarnode.journal.log.port import (
+    FILLED,
     Claim,
     Cursor,
     Ended,
@@ -73,6 +74,10 @@ class SqliteLog:
     def _tell(self) -> None:
         news, self._news = self._news, trio.Event()
         news.set()
+
+    @property
+    def open_places(self) -> int:
+        return self._places.open_places
 
     async def reachable(self) -> str | None:
         await trio.lowlevel.checkpoint()
@@ -148,11 +153,11 @@ class SqliteLog:
 
     async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
         answer = self._places.finish(claim, usable=member_of(claim.spec.group, ended.facts).usable)
-        if answer == "now":
+        if answer in FILLED:
             entry = _entry(ended, partial(entries.publish_session, it=_published(ended)))
             self._tell()
             await self.journal.commit(entry)
-            return "now"
+            return answer
         if answer is None:  # the place is over, or was never here
             await self.journal.flushed()
             session = await self.journal.session(ended.identity.session_id)

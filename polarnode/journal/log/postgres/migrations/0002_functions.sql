@@ -139,7 +139,7 @@ BEGIN
         PERFORM write_event('task', 'task:' || p_task, p_task, task.group_id, NULL, NULL, NULL,
             p_task_event, p_at, octet_length(p_task_event));
     END IF;
-    RETURN 'now';
+    RETURN CASE WHEN open = 0 THEN 'last' ELSE 'now' END;
 END $$;
 
 -- Publish a session that fills no place: a capture, or an attempt whose place another session has. `now`,
