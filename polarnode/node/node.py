@@ -21,8 +21,7 @@ from polarnode.containers.images import Images
 from polarnode.containers.runtimes import NO_CONTAINERS, AbsentRuntimes, Runtimes
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Busy, ConfigError, Conflict, PolarnodeError, Refused
-from polarnode.core.fleet import CopyOrder, NodeLoad, NodeReport, TaskCopy
+from polarnode.core.errors import Busy, ConfigError, Conflict, Refused
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import TaskSpec
 from polarnode.engine.adapter_store import AdapterStore
@@ -42,14 +41,13 @@ from polarnode.http.server import (
 )
 from polarnode.journal.journal import Journal
 from polarnode.node.config import NodeConfig
-from polarnode.rollouts.admission import backpressure, check_task, full_disk
+from polarnode.rollouts.admission import check_task, full_disk
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.forks import check_fork
 from polarnode.rollouts.judges import Judges
 from polarnode.rollouts.resuming import check_freezing, find_frozen, find_snapshot
 from polarnode.rollouts.scheduler import Scheduler
-from polarnode.rollouts.second_homes import SecondHomes
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
 
@@ -86,7 +84,6 @@ class Node:
     adapters: AdapterStore
     engine_control: EngineControl
     evaluations: Evaluations
-    homes: SecondHomes
     # its place in the list of a fleet's front, where it joined one
     entry: JoinedFleet | None = field(default=None, init=False)
     draining: bool = field(default=False, init=False)  # takes no new tasks; what runs goes on
@@ -106,36 +103,17 @@ class Node:
             _insist_image(no_image)
             return await self._taken(spec, idempotency_key)
 
-    async def submit_copy(self, order: CopyOrder) -> Submitted:
-        """Accept a fleet's task as its home; its second home has the copy already."""
-        copy, spec = order.copy, evolve(order.copy.spec, task_id=order.copy.task_id)
-        self._check(spec)
-        no_image = await self.images.refusal(spec.runtime.image)
-        async with self._submitting:
-            existing = await self._existing(spec, copy.idempotency_key)
-            if existing is not None:
-                return existing
-            _insist_image(no_image)
-            self.homes.begin(copy)
-            try:
-                return await self._taken(spec, copy.idempotency_key, copy)
-            except PolarnodeError:
-                self.homes.begin_failed(copy.task_id)
-                raise
-
     def _check(self, spec: TaskSpec) -> None:
         if not self.config.containers:
             raise Refused(NO_CONTAINERS)
         self.callbacks.check(spec)
 
-    async def _taken(
-        self, spec: TaskSpec, idempotency_key: str | None, copy: TaskCopy | None = None
-    ) -> Submitted:
+    async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
         if self.draining:
             raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAINING_S)
         check_task(
             self.journal.statistics(),
-            pending=self.scheduler.statistics().live,
+            pending=self.scheduler.log.open_places,
             more=spec.num_samples,
             limit=self.config.pending_limit,
         )
@@ -148,8 +126,9 @@ class Node:
             elif spec.fork.by == "resume":
                 harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)
                 await find_snapshot(self.scheduler.services, spec, spec.fork, harness)
-        task_id, session_ids = self.scheduler.submit(spec, idempotency_key=idempotency_key, copy=copy)
-        await self.journal.flushed()
+        task_id, session_ids = await self.scheduler.submit(
+            spec, idempotency_key=idempotency_key, callback_kinds=self.journal.kinds_for(spec)
+        )
         logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)
         return Submitted(task_id=task_id, session_ids=session_ids)
 
@@ -172,60 +151,12 @@ class Node:
         return Submitted(task_id=record.task_id, session_ids=ids, created=False)
 
     async def cancel(self, task_id: str) -> bool:
-        """End a task's sessions; they keep their turns. When this returns, no restart of the node retries
-        one, unless the journal's disk is full.
-        """
-        self.homes.cancelled(task_id)
-        cancelled = (
-            self.scheduler.cancel(task_id) or self.homes.waits(task_id) or await self.captures.cancel(task_id)
-        )
-        with trio.move_on_after(WRITTEN_S):
-            await self.journal.flushed()
-        return cancelled
+        """End a task's sessions; they keep their turns. When this returns, no restart retries one."""
+        return await self.scheduler.cancel(task_id)
 
     def drain(self, draining: bool) -> None:
         """Take no new tasks until this is taken back."""
         self.draining = draining
-
-    def report(self) -> NodeReport:
-        """The node now, as the front of its fleet sees it."""
-        scheduler, journal = self.scheduler.statistics(), self.journal.statistics()
-        limit = self.config.pending_limit
-        busy = journal.warning if journal.refuses_tasks else None
-        busy = busy or backpressure(journal, pending=scheduler.live, more=1, limit=limit)
-        busy = busy if self.config.containers else NO_CONTAINERS  # its front sends it no task
-        return NodeReport(
-            node=self.config.node_id,
-            journal=self.journal.id,
-            model=self.model.name,
-            ready=self.ready(),
-            draining=self.draining,
-            term=self.homes.office.term,
-            front=self.homes.office.front,
-            challenged=self.homes.office.challenged,
-            version=self.weights.status().version,
-            labels=self.config.labels,
-            load=NodeLoad(
-                slots=self.config.run_limit,
-                live=scheduler.live,
-                by_priority=self.scheduler.live_by_priority(),
-                pending_limit=limit,
-                session_s=self.scheduler.session_s,
-                images=self.scheduler.recent_images,
-                busy=busy,
-            ),
-            last_seq=self.journal.last_seq,
-            held=self.homes.held,
-            tasks_digest=self.homes.digest,
-            status={
-                "live": scheduler.live,
-                "ended": scheduler.ended,
-                "retried": scheduler.retried,
-                "captures": len(self.captures.list()),
-                "unacknowledged": journal.unacknowledged_events,
-                "loop_p99_s": self.lag.statistics().p99,
-            },
-        )
 
     @property
     def node_id(self) -> str:
@@ -390,6 +321,7 @@ async def open_captures(
             registry=scheduler.registry,
             sessions_by_key=sessions_by_key,
             journal=journal,
+            log=scheduler.log,
             base_url=(config.capture_url or here).rstrip("/"),
             port=address.port,
             limit=config.capture_limit,

@@ -41,9 +41,10 @@ from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import Log, NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.node import Node, open_captures
-from polarnode.node.peers import open_homes
 from polarnode.node.settings import (
     engine_settings,
     retention_of,
@@ -53,11 +54,9 @@ from polarnode.node.settings import (
 )
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.judges import Judges, open_judges
-from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
-from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.scheduler import Scheduler, make_scheduler, recover
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
-from polarnode.rollouts.snapshot_copies import KeptSnapshots
 from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.bounded import private_folder
 from polarnode.support.concurrency import PrioritySemaphore, open_background
@@ -163,6 +162,9 @@ async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str]
 
 # new objects before a look at the young, and looks before one at the older: a request makes some 10 000
 COLLECTIONS = (20_000, 50, 100)
+# sessions that are claimed for each slot of the first stage: the next ones stand ready, and what is not begun
+# yet stays where every node may take it
+CLAIMED_AHEAD = 2
 DAMAGE_S = 1.0  # seconds between looks at what began on a damaged journal: the pause before most attempts
 Report = Callable[[str], None]
 STARTING_ENGINE = "starting the engine"  # as it is reported
@@ -193,14 +195,16 @@ async def open_node(
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
             adapters = await _restored(config, weights, report)
             images = images or Images(settings=runtimes.settings, log=state / "images.log", report=report)
-            served, copies = _served(engines, model), _snapshot_copies(config, journal)
+            served, log = _served(engines, model), SqliteLog(journal)
             plane = _plane(config, served)
             async with (
                 _open_sessions(
-                    config, journal, engines, runtimes, images, judges, model, plane, scoring, copies
+                    config, journal, log, engines, runtimes, images, judges, model, plane, scoring
                 ) as scheduler,
-                open_homes(config.token, journal, scheduler, copies, report) as homes,
             ):
+                await recover(
+                    journal, scheduler, NodeFacts(name=config.node_id, labels=config.labels), report
+                )
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
@@ -225,7 +229,6 @@ async def open_node(
                             adapters=adapters,
                             evaluations=evaluations,
                             engine_control=control,
-                            homes=homes,
                         )
                         yield node
                         # not in a finally: left by force, it has `interrupted` trajectories at its next start
@@ -337,6 +340,7 @@ async def _open_runtimes(config: NodeConfig) -> AsyncIterator[Runtimes | AbsentR
 async def _open_sessions(
     config: NodeConfig,
     journal: Journal,
+    log: Log,
     engines: Engines,
     runtimes: Runtimes | AbsentRuntimes,
     images: Images,
@@ -344,7 +348,6 @@ async def _open_sessions(
     model: LoadedModel,
     plane: ModelPlane,
     scoring: Scoring,
-    copies: KeptSnapshots,
 ) -> AsyncIterator[Scheduler]:
     def serve_endpoint(session_id: str, listener: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), listener)
@@ -372,20 +375,26 @@ async def _open_sessions(
         places=engines,
         fork_parent=journal.fork_parent,
         earlier_attempts=journal.earlier_attempts,
-        copies=copies,
     )
     async with (
         open_background(services.freezer.run),
         open_background(_machine_watch(config, services, engines).run),
         trio.open_nursery() as nursery,
     ):
-        yield Scheduler(
-            nursery=nursery,
-            services=services,
-            registry=SessionRegistry(services),
+        scheduler = make_scheduler(
+            log,
+            services,
+            nursery,
             sessions_by_key=plane.sessions,
+            now=time.time,
+            most_claimed=CLAIMED_AHEAD * services.stages.live.limit,
             warm=config.warm,
         )
+        async with (
+            open_background(scheduler.registry.results.run),
+            open_background(scheduler.run),
+        ):
+            yield scheduler
 
 
 @asynccontextmanager
@@ -405,16 +414,6 @@ def sessions_dir(config: NodeConfig) -> Path:
 def _plane(config: NodeConfig, served: Model) -> ModelPlane:
     recordings = Recordings(Path(config.record_requests)) if config.record_requests else None
     return ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
-
-
-def _snapshot_copies(config: NodeConfig, journal: Journal) -> KeptSnapshots:
-    sessions = sessions_dir(config)
-    return KeptSnapshots(
-        folder=sessions.with_name("sessions.copies"),
-        sessions=sessions,
-        reserve=config.disk_reserve_mb << 20,
-        journal=journal,
-    )
 
 
 def _served(engines: Engines, model: LoadedModel) -> Model:

@@ -7,7 +7,6 @@ from pathlib import Path
 from socket import socket
 
 from polarnode.api.app import control_plane
-from polarnode.api.fleet_routes import FleetRoutes
 from polarnode.api.fork_routes import ForkRoutes
 from polarnode.api.live import LiveSessionRoutes
 from polarnode.api.logs import LogRoutes
@@ -46,7 +45,6 @@ async def serve_control_plane(node: Node, listener: socket | None = None) -> Asy
         *ForkRoutes(service=node).rows(),
         *EvaluationRoutes(evaluations=node.evaluations).rows(),
         *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
-        *FleetRoutes(node=node).rows(),
         *LogRoutes(
             service=node, state=Path(config.state_dir), sessions_dir=sessions_dir(config), ring=LOG_LIMIT
         ).rows(),

@@ -20,19 +20,17 @@ from polarnode.core.task import CAPTURE, CaptureEnd, CaptureSpec, HarnessSpec, T
 from polarnode.core.trajectory import Outcome, Timing, Trajectory, Turn, Verdict
 from polarnode.evaluators.contract import checked_rewards
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.groups.group import stamped
 from polarnode.harnesses.shell import endpoint_environment
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import Claim, Log
 from polarnode.merge.builders import build
-from polarnode.merge.trajectory import Identity, Result, assemble
+from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.admission import check_capture
 from polarnode.rollouts.evaluation import spent_reason
 from polarnode.rollouts.lifecycle import (
     SESSION_ID_BYTES,
     CancelCause,
-    SessionEnd,
     SessionRegistry,
-    new_session_id,
 )
 from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices
@@ -220,6 +218,7 @@ class Captures:
     registry: SessionRegistry
     sessions_by_key: LiveSessions
     journal: Journal
+    log: Log
     base_url: str
     port: int
     limit: int
@@ -234,11 +233,11 @@ class Captures:
         """
         self._check(spec)
         async with self._beginning:
-            identity = await self._sample(spec)
-            existing = self.registry.get(Capture, identity.session_id)
+            claim = await self._place(spec)
+            existing = self.registry.get(Capture, claim.session_id)
             if existing is not None:
                 return _opened(existing, self.services, self.base_url, created=False)
-            capture = self._started(identity, spec)
+            capture = self._started(claim, spec)
             await self._written("the capture is open: its task_id gives it again")
             return _opened(capture, self.services, self.base_url, created=True)
 
@@ -255,15 +254,21 @@ class Captures:
         self.services.check_teacher(spec.carry)
         build(spec.builder, (), allowed_imports=self.services.allowed_imports)
 
-    async def _sample(self, spec: CaptureSpec) -> Identity:
-        """The capture's sample: of an existing task, or of a task created with it."""
-        if spec.task_id is None:
-            return self._taken(spec)
-        await self._written("nothing was opened")  # a sample that ended a moment ago is not free
-        record = await self.journal.task(spec.task_id)
+    async def _place(self, spec: CaptureSpec) -> Claim:
+        """The place of the capture's sample: of a task that exists, or of one that is made with it. An open
+        capture has its place already.
+        """
+        task = task_of(spec)
+        record = None if spec.task_id is None else await self.log.task(spec.task_id)
         if record is None:
-            return self._taken(spec)
-        if evolve(record.spec, task_id=spec.task_id) != task_of(spec):
+            self._check_capacity()
+            record = await self.log.submit(
+                task,
+                task_id=spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}",
+                session_ids=tuple(secrets.token_hex(SESSION_ID_BYTES) for _ in range(spec.num_samples)),
+                submitted=self.journal.now(),
+            )
+        elif evolve(record.spec, task_id=spec.task_id) != task:
             raise Conflict(
                 f"task {spec.task_id} was taken before with another body: give this capture its own task_id"
             )
@@ -273,37 +278,41 @@ class Captures:
                 f"sample {spec.sample_index} of task {spec.task_id} is over ({sample.outcome.status}): take"
                 " another sample_index or task_id"
             )
-        if self.registry.get(Capture, sample.session_id) is None:
-            self._check_capacity()
-        return self._identity(sample.session_id, record.task_id, spec)
-
-    def _taken(self, spec: CaptureSpec) -> Identity:
+        running = self.registry.results.claim_of(sample.session_id)
+        if running is not None:
+            return running
         self._check_capacity()
-        task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
-        session_ids = tuple(new_session_id() for _ in range(spec.num_samples))
-        self.journal.task_submitted(
-            task_of(spec), task_id=task_id, session_ids=session_ids, idempotency_key=None
+        claim = await self.log.take_place(
+            record.task_id, spec.sample_index, self.registry.results.incarnation
         )
-        return self._identity(session_ids[spec.sample_index], task_id, spec)
+        if claim is None:
+            raise Conflict(
+                f"sample {spec.sample_index} of task {record.task_id} is taken at another node: ask there, or"
+                " take another sample_index"
+            )
+        return claim
 
     def _check_capacity(self) -> None:
         if self.registry.stopping:
             raise Refused("this node is stopping and takes no new captures: use another node, or retry later")
         check_capture(self.journal.statistics(), count=len(self.list()), limit=self.limit)
 
-    def _identity(self, session_id: str, task_id: str, spec: CaptureSpec) -> Identity:
+    def _identity(self, claim: Claim) -> Identity:
         return Identity(
-            session_id=session_id,
-            task_id=task_id,
-            group_id=spec.group_id or task_id,
-            sample_index=spec.sample_index,
+            session_id=claim.session_id,
+            task_id=claim.task_id,
+            group_id=claim.spec.group_id or claim.task_id,
+            sample_index=claim.sample_index,
+            attempt=claim.attempt,
             harness=CAPTURE,
             harness_version=None,
             model=self.services.identity.model,
             node=self.services.identity.node,
         )
 
-    def _started(self, identity: Identity, spec: CaptureSpec) -> Capture:
+    def _started(self, claim: Claim, spec: CaptureSpec) -> Capture:
+        identity = self._identity(claim)
+        self.registry.results.hold(claim)
         self.journal.session_started(identity)
         now, task = trio.current_time(), task_of(spec)
         capture = Capture(
@@ -353,33 +362,6 @@ class Captures:
             return
         why = self.journal.statistics().warning or "the journal's disk is full or hangs: free some room"
         raise DiskFull(f"{why}; {meanwhile}, then ask again")
-
-    async def cancel(self, task_id: str) -> bool:
-        """End all samples of a task of captures, including those never begun; each keeps its turns. False
-        when all were over.
-        """
-        async with self._beginning:
-            return await self._cancelled(task_id)
-
-    async def _cancelled(self, task_id: str) -> bool:
-        record = await self.journal.task(task_id)
-        if record is None or record.spec.harness.name != CAPTURE or record.finished:
-            return False
-        self.journal.task_cancelled(task_id)
-        for sample in record.sessions:
-            capture = self.registry.get(Capture, sample.session_id)
-            if capture is not None:
-                capture.cancel("cancelled")
-            elif sample.outcome is None:
-                identity = evolve(
-                    self._identity(sample.session_id, task_id, CaptureSpec(group_id=record.group_id)),
-                    sample_index=sample.sample_index,
-                )
-                outcome = Outcome(status="cancelled", reason="cancelled before it began")
-                found = assemble(identity, record.spec, (), Result(outcome=outcome))
-                trajectory = stamped(found, self.services.versions_of(record.spec.adapter))
-                self.registry.end(SessionEnd(identity=identity, trajectory=trajectory, cancelled="cancelled"))
-        return True
 
     # ── status ────────────────────────────────────────────────────────────────
 

@@ -16,16 +16,16 @@ from typing import Final
 import trio
 from attrs import evolve, frozen
 
-from polarnode.core.errors import ForkError, JournalError, Refused, RuntimeFault
+from polarnode.core.errors import ForkError, JournalError
 from polarnode.core.task import ForkSpec
 from polarnode.core.trajectory import ContinuedFrom, Outcome
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.groups.group import lost_to_the_machine
 from polarnode.journal.forks import EarlierAttempt
 from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.resuming import Resumption, State, find_snapshot, find_state
+from polarnode.rollouts.resuming import Resumption, State, find_state
 from polarnode.rollouts.services import NodeServices, SessionOrder
-from polarnode.rollouts.snapshots import archive_path, list_snapshots, remove, share
+from polarnode.rollouts.snapshots import list_snapshots, share
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ class Continuation:
             except OSError as error:
                 logger.warning("session %s has no snapshot of its beginning: %s", live.session_id, error)
                 return found
-        services.copies.taken(self.identity, snapshot.turn)
         return found
 
 
@@ -80,7 +79,7 @@ async def find_continuation(order: SessionOrder, services: NodeServices) -> Cont
 async def _looked(
     order: SessionOrder, services: NodeServices, earlier: Sequence[EarlierAttempt]
 ) -> Continuation | None:
-    """The last state on the way to a place's last attempt, or the copy of one that another node had."""
+    """The last state on the way to a place's last attempt."""
     for attempt in earlier:
         if attempt.outcome is None or not lost_to_the_machine(attempt.outcome):
             return None
@@ -90,31 +89,7 @@ async def _looked(
         found = await _continued(order, services, attempt)
         if found is not None or (attempt.got_on and not went_on):
             return found  # it began from the start: what came before it is another way
-    return await _copied(order, services)
-
-
-async def _copied(order: SessionOrder, services: NodeServices) -> Continuation | None:
-    """The state of which this node keeps a copy, as the second home of the task."""
-    who, kept = order.identity, None
-    try:
-        kept = await services.copies.install(who.task_id, who.sample_index, who.session_id)
-        if kept is None:
-            return None
-        await services.ensure_image(order.runtime.image)
-        own = ForkSpec(session=who.session_id, turn=kept.turn)
-        snapshot = await find_snapshot(services, order.spec, own, order.harness)
-        fork = kept.identity.forked_from
-        if fork is not None and kept.turn < fork.got:
-            raise ForkError("it was still being given its parent's answers")
-    except (ForkError, Refused, RuntimeFault) as error:
-        logger.warning("session %s does not go on with a copy: %s", who.session_id, error)
-        if kept is not None:
-            archive = archive_path(services.log_dir, who.session_id, kept.turn)
-            await trio.to_thread.run_sync(remove, archive)
-        return None
-    state = State(order=order, snapshot=snapshot, turns=kept.turns)
-    went_on = ContinuedFrom(session_id=kept.identity.session_id, turn=kept.turn, run_s=kept.run_s)
-    return Continuation(state=state, identity=evolve(who, continued_from=went_on, forked_from=fork))
+    return None
 
 
 async def _continued(

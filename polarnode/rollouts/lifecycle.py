@@ -238,6 +238,10 @@ class SessionRegistry:
         found = self._drivers.get(session_id)
         return found if isinstance(found, kind) else None
 
+    def of_task(self, task_id: str) -> tuple[SessionDriver, ...]:
+        """The live drivers of a task, of whatever type."""
+        return tuple(each for each in self._drivers.values() if each.identity.task_id == task_id)
+
     def find(self, session_id: str) -> SessionDriver | None:
         """The live driver of a session, of whatever type."""
         return self._drivers.get(session_id)

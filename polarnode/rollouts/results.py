@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# before the log is asked again: a failover takes some seconds, and nobody waits for these results but trainers
+# before the log is asked again: a failover takes some seconds, and only trainers wait for these results
 PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
-AT_ONCE: Final = 8  # results on their way: one large body holds up no other, and each has its bytes in memory
+AT_ONCE: Final = 8  # results on their way: one large body holds up no other
 
 
 @define(eq=False)

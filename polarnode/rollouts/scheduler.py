@@ -59,6 +59,7 @@ from polarnode.rollouts.lifecycle import (
     pause_before,
     retries_left,
 )
+from polarnode.rollouts.results import Results
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session import Session
 from polarnode.rollouts.trees import tree_way
@@ -166,12 +167,12 @@ class Scheduler:
         return record.task_id, tuple(session.session_id for session in record.sessions)
 
     async def cancel(self, task_id: str) -> bool:
-        """Cancel a task's sessions, wherever they run. Each keeps its turns, and none is retried, even after a
-        restart. False when none of its places is open.
+        """Cancel a task's sessions, wherever they run. Each keeps its turns, and none is retried, even after
+        a restart. False when none of its places is open.
         """
         cancelled = await self.log.cancel(task_id, self.now())
-        for session in self.registry.live(Session, task_id):
-            session.cancel("cancelled")
+        for driver in self.registry.of_task(task_id):
+            driver.cancel("cancelled")
         return cancelled
 
     def cancel_session(self, session_id: str) -> bool:
@@ -304,8 +305,8 @@ class Scheduler:
             spec=claim.spec,
             harness=found.harness,
             evaluator=found.evaluator,
-            # a group's place at the stages, as old as the first of its sessions that are not over: a group may
-            # be several tasks, and its name may come again
+            # a group's place at the stages, as old as the first of its sessions that are not over: a group
+            # may be several tasks, and its name may come again
             cohort=self._cohorts.setdefault(group_id, Cohort()),
         )
 
@@ -423,6 +424,37 @@ class Scheduler:
             retried=self.services.tally.replaced.total(),
             stopping=self.registry.stopping,
         )
+
+
+def make_scheduler(
+    log: Log,
+    services: NodeServices,
+    nursery: trio.Nursery,
+    *,
+    sessions_by_key: LiveSessions,
+    now: Callable[[], float],
+    most_claimed: int,
+    warm: int,
+) -> Scheduler:
+    """The scheduler of a node with its registry and results. The caller runs `scheduler.run` and
+    `scheduler.registry.results.run`.
+    """
+
+    async def on_filled(claim: Claim, trajectory: Trajectory, answer: FinishAnswer) -> None:
+        await scheduler.note_filled(claim, trajectory, answer)
+
+    results = Results(log=log, now=now, on_filled=on_filled)
+    scheduler = Scheduler(
+        nursery=nursery,
+        services=services,
+        registry=SessionRegistry(services, results),
+        sessions_by_key=sessions_by_key,
+        log=log,
+        now=now,
+        most_claimed=most_claimed,
+        warm=warm,
+    )
+    return scheduler
 
 
 def _cancel_cause(cause: EndingCause) -> CancelCause:

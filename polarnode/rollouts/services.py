@@ -36,7 +36,9 @@ from polarnode.support.waiting_line import Cohort
 
 @frozen(kw_only=True)
 class SessionOrder:
-    """One session of a task: its identity, task and parts. `cohort`: its group, whose sessions pass each stage together."""
+    """One session of a task: its identity, task and parts. `cohort`: its group, whose sessions pass each stage
+    together.
+    """
 
     identity: Identity
     spec: TaskSpec
@@ -140,43 +142,6 @@ class NodeIdentity:
     labels: Mapping[str, str] = field(factory=dict)
 
 
-@frozen(kw_only=True)
-class InstalledSnapshot:
-    """A copy that was made a snapshot of a session: whose it was, and the turns before its turn."""
-
-    identity: Identity
-    turn: int
-    run_s: float
-    turns: tuple[Turn, ...]
-
-
-class SnapshotCopies(Protocol):
-    """The copies of snapshots at other nodes of a fleet."""
-
-    def taken(self, identity: Identity, turn: int) -> None:
-        """A session has a snapshot that it keeps."""
-
-    def over(self, identity: Identity) -> None:
-        """A session has ended."""
-
-    async def install(self, task_id: str, place: int, session_id: str) -> InstalledSnapshot | None:
-        """Make the copy of a place a snapshot of a session; None where there is none. Raises ForkError."""
-
-
-class NoCopies:
-    """Of a node without a fleet."""
-
-    def taken(self, identity: Identity, turn: int) -> None:
-        """There is nobody to send it to."""
-
-    def over(self, identity: Identity) -> None:
-        """Nothing was sent."""
-
-    async def install(self, task_id: str, place: int, session_id: str) -> InstalledSnapshot | None:
-        await trio.lowlevel.checkpoint()
-        return None
-
-
 async def no_parent(_: ForkSpec) -> ForkParent | None:
     """For a node whose journal has no session to fork."""
     await trio.lowlevel.checkpoint()
@@ -221,7 +186,6 @@ class NodeServices:
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
     fork_parent: Callable[[ForkSpec], Awaitable[ForkParent | None]] = no_parent  # of a task's forks
     earlier_attempts: Callable[[Identity], Awaitable[Sequence[EarlierAttempt]]] = no_attempts
-    copies: SnapshotCopies = field(factory=NoCopies)
 
     def versions_of(self, adapter: str) -> Sequence[str]:
         """The versions that a session's tokens may have: an adapter's own, or the base's."""

@@ -221,7 +221,6 @@ class SessionSnapshots:
             self.not_taken[why] += 1
         elif certain:
             self._last = turn
-            self.services.copies.taken(self.order.identity, turn)
         else:
             self._undecided.add(turn)
         await self._evict()
@@ -232,7 +231,6 @@ class SessionSnapshots:
         """
         with trio.move_on_after(CLOSING_S, shield=True):
             await self._decide(over=True)
-        self.services.copies.over(self.order.identity)
         turns: list[Json] = [*sorted(self._kept)]
         not_taken: dict[str, Json] = {**self.not_taken}
         removed: dict[str, Json] = {**self.removed}
@@ -366,9 +364,7 @@ class SessionSnapshots:
         for index in sorted(self._undecided):
             if index in ended or over:
                 self._undecided.discard(index)
-                if passes(self.order.spec.snapshot_at, turns, index):
-                    self.services.copies.taken(self.order.identity, index)
-                else:
+                if not passes(self.order.spec.snapshot_at, turns, index):
                     await self._remove(index, "rule")
 
     async def _evict(self) -> None:
