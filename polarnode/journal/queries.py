@@ -284,7 +284,10 @@ def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
     """A trajectory without what is damaged: without a turn's row it has its other turns, without its own row
     it is built again from its turns.
     """
-    query = "SELECT body, checksum FROM trajectories WHERE session_id = ?"
+    query = (
+        "SELECT body, trajectories.checksum, retried_as"
+        " FROM trajectories LEFT JOIN sessions USING (session_id) WHERE session_id = ?"
+    )
     found: tuple[tuple[Turn, ...], tuple[Damaged, ...]] | None = None
     try:
         with reading_pages():
@@ -294,7 +297,9 @@ def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
         found = readable_turns(db, session_id)
         check(row[1], session_id, row[0])
         with decoding():
-            return unpack_trajectory(row[0], found[0], damaged=found[1])
+            whole = unpack_trajectory(row[0], found[0], damaged=found[1])
+            # which session has its place now is known after it was packed
+            return whole if row[2] is None else evolve(whole, retried_as=row[2])
     except Unreadable as error:
         note(db, Damage(table="trajectories", row=session_id, session_id=session_id, reason=str(error)))
         return _rebuilt(db, session_id, *(found or readable_turns(db, session_id)), error)

@@ -102,7 +102,6 @@ class SessionRegistry:
 
     services: NodeServices
     results: Results
-    unwritten: set[tuple[str, int]] = field(factory=set, init=False)  # samples whose end could not be written
     stopping: bool = field(default=False, init=False)
     _drivers: dict[str, SessionDriver] = field(factory=dict, init=False)
     _scoring: set[trio.CancelScope] = field(factory=set, init=False)  # of those a teacher scores now
@@ -165,7 +164,7 @@ class SessionRegistry:
                 " finds it",
                 identity.session_id,
             )
-            self.unwritten.add((identity.task_id, identity.sample_index))
+            self.results.unwritten.add((identity.task_id, identity.sample_index))
             failed = True
         finally:
             sessions_by_key.remove(driver.live)

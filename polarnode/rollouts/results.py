@@ -33,6 +33,7 @@ class Results:
     now: Callable[[], float]  # seconds since the epoch
     on_filled: Callable[[Claim, Trajectory, FinishAnswer], Awaitable[None]]
     incarnation: int = 0
+    unwritten: set[tuple[str, int]] = field(factory=set, init=False)  # samples whose end could not be written
     _claims: dict[str, Claim] = field(factory=dict, init=False)  # by session, of those that run
     _waiting: dict[str, tuple[Claim | None, Trajectory, Ended]] = field(factory=dict, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
@@ -81,8 +82,18 @@ class Results:
         limit = trio.CapacityLimiter(AT_ONCE)
 
         async def deliver(session_id: str) -> None:
-            async with limit:
-                await self._deliver(*self._waiting[session_id])
+            claim, trajectory, ended = self._waiting[session_id]
+            try:
+                async with limit:
+                    await self._deliver(claim, trajectory, ended)
+            except Exception:
+                # the isolation edge: one result that cannot be written must not keep back the others
+                logger.exception(
+                    "the end of session %s was not written: its turns are in the journal, where the node's"
+                    " next start finds it",
+                    session_id,
+                )
+                self.unwritten.add((trajectory.task_id, trajectory.sample_index))
             del self._waiting[session_id]
             self._claims.pop(session_id, None)
             under_way.discard(session_id)

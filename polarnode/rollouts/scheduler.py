@@ -149,12 +149,8 @@ class Scheduler:
         idempotency_key: str | None = None,
         callback_kinds: Sequence[str] = (),
     ) -> tuple[str, tuple[str, ...]]:
-        """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused when a part
-        that it names is not available or does not accept its settings, or when the node is stopping.
-        """
-        if self.registry.stopping:
-            raise Refused("this node is stopping and takes no new tasks: use another node, or retry later")
-        self._admitted(spec)
+        """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused."""
+        self.check(spec)
         task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
         record = await self.log.submit(
             spec,
@@ -184,11 +180,12 @@ class Scheduler:
 
     async def place_over(self, task_id: str, sample_index: int) -> Facts | None:
         """Wait until a sample of a task is over, at whichever node; None if its end could not be written."""
-        while (task_id, sample_index) not in self.registry.unwritten:
+        while (task_id, sample_index) not in self.registry.results.unwritten:
+            seen = self.log.news
             for facts in await self.log.places_over(task_id):
                 if facts.sample_index == sample_index:
                     return facts
-            await self.log.wait_news(LOOK_S)
+            await self.log.wait_news(seen, LOOK_S)
         return None
 
     # ── claims ────────────────────────────────────────────────────────────────
@@ -198,6 +195,7 @@ class Scheduler:
         ready.set()
         away = False
         while True:
+            seen = self.log.news
             try:
                 await self._look()
                 away = False
@@ -206,7 +204,7 @@ class Scheduler:
                 if not away:
                     logger.warning("%s; sessions go on, and nothing new begins", error)
                 away = True
-            await self._wait_reason_to_look()
+            await self._wait_reason_to_look(seen)
 
     async def _look(self) -> None:
         """Ask the log once for everything that it may have for this node."""
@@ -226,7 +224,7 @@ class Scheduler:
             for claim in await self.log.claim(self._offer(room)):
                 self.begin(claim)
 
-    async def _wait_reason_to_look(self) -> None:
+    async def _wait_reason_to_look(self, seen: int) -> None:
         """Wait for news of the log, or for room here."""
         async with trio.open_nursery() as nursery:
 
@@ -235,7 +233,7 @@ class Scheduler:
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(wait_room)
-            await self.log.wait_news(LOOK_S)
+            await self.log.wait_news(seen, LOOK_S)
             nursery.cancel_scope.cancel()
         if self._room.is_set():
             self._room = trio.Event()
@@ -327,13 +325,13 @@ class Scheduler:
             forked_from=asked_fork(claim.spec),
         )
 
-    def refusal(self, spec: TaskSpec) -> str | None:
-        """Why a task would not be accepted here now."""
-        try:
-            self._admitted(spec)
-        except Refused as refused:
-            return str(refused)
-        return None
+    def check(self, spec: TaskSpec) -> None:
+        """Raise Refused when a part that a task names is not available or does not accept its settings, or
+        when the node is stopping.
+        """
+        if self.registry.stopping:
+            raise Refused("this node is stopping and takes no new tasks: use another node, or retry later")
+        self._admitted(spec)
 
     def _admitted(self, spec: TaskSpec) -> Admitted:
         services = self.services
@@ -501,17 +499,21 @@ async def _recovered(
     """
     scheduler.registry.results.hold(claim)
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
-    if claim.ending == "early stop" and lost.outcome.status == "interrupted":
+    # asked for late, because siblings end meanwhile
+    ending = (await scheduler.log.to_stop(scheduler.incarnation)).get(claim.session_id, claim.ending)
+    if ending == "early stop" and lost.outcome.status == "interrupted":
         lost = evolve(
             lost, outcome=Outcome(status="cancelled", reason=f"{EARLY_STOP}, and {lost.outcome.reason}")
         )
-    may_retry = claim.ending is None and retries_left(claim.retries, claim.spec.budgets)
+    may_retry = ending is None and retries_left(claim.retries, claim.spec.budgets)
     if session.spec is not None and lost_to_the_machine(lost.outcome) and may_retry:
-        refusal = scheduler.refusal(claim.spec)
-        if refusal is None:
+        try:
+            scheduler.check(claim.spec)
+        except Refused as refused:
+            reason = f"{lost.outcome.reason}; it cannot be tried again here: {refused}"
+            lost = evolve(lost, outcome=evolve(lost.outcome, reason=reason))
+        else:
             return await scheduler.replace(lost, counts=True)
-        reason = f"{lost.outcome.reason}; it cannot be tried again here: {refusal}"
-        lost = evolve(lost, outcome=evolve(lost.outcome, reason=reason))
     adapter = "" if session.spec is None else session.spec.adapter
     scheduler.registry.publish(stamped(lost, scheduler.services.versions_of(adapter)))
     return False

@@ -36,8 +36,8 @@ from polarnode.support.waiting_line import Cohort
 
 @frozen(kw_only=True)
 class SessionOrder:
-    """One session of a task: its identity, task and parts. `cohort`: its group, whose sessions pass each stage
-    together.
+    """One session of a task: its identity, task and parts. `cohort`: its group, whose sessions pass each
+    stage together.
     """
 
     identity: Identity

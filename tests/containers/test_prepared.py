@@ -372,7 +372,7 @@ async def test_a_session_cancelled_while_it_prepares_gives_its_place_to_the_next
         )
         await trio.sleep(2)
         place.submit(task_id="second", num_samples=2, runtime=STEP)
-        place.scheduler.cancel("first")
+        await place.scheduler.cancel("first")
         await place.over()
     assert sorted((each.task_id, each.outcome.status) for each in place.published) == [
         ("first", "cancelled"), ("second", "completed"), ("second", "completed"),

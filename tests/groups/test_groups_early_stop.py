@@ -15,16 +15,15 @@ from attrs import evolve
 from fakes_runtime import Call, Program
 from journal_samples import make_identity, make_trajectory
 from session_kit import Town, agent, task, town
+from session_kit import life as life_of_node
 from trio.abc import Clock
 
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import GroupSpec, TaskSpec
-from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.groups import EARLY_STOP, Facts, read_group, stopped_early
+from polarnode.groups import EARLY_STOP, read_group, stopped_early
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.rollouts.lifecycle import GroupWatch, SessionRegistry
+from polarnode.journal.log.port import NodeFacts
 from polarnode.rollouts.scheduler import Scheduler, recover
-from polarnode.support.metrics import NodeCounters
 
 GONE = RuntimeFault("the container is gone")
 
@@ -72,7 +71,7 @@ async def test_siblings_under_way_end_with_what_they_have(autojump_clock: Clock,
             "with the half turn they had"
         )
         assert sorted(each.session_id for each in place.published) == sorted(ids)
-        assert place.notes.cancelled == [], "the task was not cancelled, its group had enough"
+        assert place.log.cancelled == [], "the task was not cancelled, its group had enough"
         assert place.scheduler.services.tally.groups == {"early": 1}
         assert place.scheduler.services.tally.stopped_early == 2
 
@@ -176,7 +175,7 @@ async def test_a_trainers_cancel_beside_an_early_stop_stands_where_it_was_first(
     async with town(tmp_path, {"agent": paced(10.0)}) as place:
         place.submit(task_id="t", num_samples=3, evaluator="COUNTS", group=wanting(1))
         await place.until("post")
-        assert place.scheduler.cancel("t")
+        assert await place.scheduler.cancel("t")
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "cancelled in run", "cancelled in run"]
         assert place.scheduler.services.tally.groups == {"partial": 1}
@@ -184,7 +183,7 @@ async def test_a_trainers_cancel_beside_an_early_stop_stands_where_it_was_first(
         place.submit(task_id="t", num_samples=3, evaluator="COUNTS", group=wanting(1))
         while not place.published:  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.001)
-        place.scheduler.cancel("t")
+        await place.scheduler.cancel("t")
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "early stop in run", "early stop in run"]
 
@@ -197,7 +196,6 @@ async def test_a_session_that_can_not_be_published_does_not_hold_the_stop_up(
         place.notes.refuse = [TypeError("no"), TypeError("no again")]
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "early stop in run"]
-        assert place.scheduler.registry.groups._open == {}, "nothing is kept of a group that is over"
         assert place.scheduler.services.tally.groups == {}, "a group with a place nobody knows of is nobody's"
         gone = {each.session_id for each in place.notes.started} - {
             each.session_id for each in place.published
@@ -253,51 +251,13 @@ async def test_a_session_that_is_only_marked_stale_is(autojump_clock: Clock, tmp
         ), "the other is unusable for another reason"
 
 
-# ── the watch alone ───────────────────────────────────────────────────────────
-
-
-def scored(index: int) -> Trajectory:
-    return make_trajectory(f"s{index}", sample_index=index)
-
-
-def watching(enough: int | None, places: int, over: tuple[Facts, ...] = ()) -> GroupWatch:
-    watch = GroupWatch(NodeCounters())
-    watch.begin("t", task(num_samples=places, group=GroupSpec(early_stop_min=enough)), over)
-    return watch
-
-
-def test_a_watch_says_once_that_it_is_enough() -> None:
-    watch = watching(2, 4)
-    assert [watch.over(scored(index)) for index in (0, 0, 1, 2, 3)] == [False, False, True, False, False]
-    assert (watch.tally.groups, watch._open) == ({"complete": 1}, {})
-    assert not watch.over(scored(0)), "a group that is over is forgotten"
-    assert not watch.has_enough("t")
-
-
-def test_a_watch_is_told_what_was_over_before() -> None:
-    fact = Facts(
-        session_id="s0", sample_index=0, outcome=Outcome(status="completed"), reward=1.0, trainable_tokens=3
-    )
-    assert watching(1, 3, (fact,)).has_enough("t")
-    assert not watching(None, 3, (fact,)).has_enough("t")
-    watch = watching(2, 3, (fact,))
-    assert not watch.has_enough("t")
-    assert watch.over(scored(1))
-    assert watch.has_enough("t")
-
-
 # ── another life of the node ──────────────────────────────────────────────────
 
 
 @asynccontextmanager
 async def life(path: Path, program: Program) -> AsyncIterator[tuple[Journal, Scheduler]]:
-    async with open_journal(path, now=time.time) as journal, town(path.parent, {"agent": program}) as place:
-        services = evolve(place.scheduler.services, journal=journal)
-        scheduler = Scheduler(
-            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
-        )
+    async with life_of_node(path, {"agent": program}) as (journal, scheduler, _):
         yield journal, scheduler
-        await scheduler.registry.stop(cancel=False)
 
 
 async def killed(path: Path, spec: TaskSpec, *, over: int) -> None:
@@ -325,7 +285,7 @@ async def test_a_recovered_group_that_has_enough_is_stopped_too(tmp_path: Path) 
     path = tmp_path / "journal.sqlite"
     await killed(path, task(num_samples=4, group=wanting(2), budgets={"retries": 2}), over=2)
     async with life(path, agent(each=0.01)) as (journal, scheduler):
-        await recover(journal, scheduler, lambda said: None)
+        await recover(journal, scheduler, NodeFacts(name="n"), lambda said: None)
         assert scheduler.sessions() == (), "none is begun again"
     group = await the_group(path)
     assert (group.state, [member.why for member in group.members]) == (
@@ -346,8 +306,8 @@ async def test_a_recovered_group_that_lacks_one_goes_on_until_it_has_enough(tmp_
     path = tmp_path / "journal.sqlite"
     await killed(path, task(num_samples=5, group=wanting(2), budgets={"retries": 2}), over=1)
     async with life(path, paced(0.01)) as (journal, scheduler):
-        await recover(journal, scheduler, lambda said: None)
-        while scheduler.statistics().live:  # noqa: ASYNC110 - real time, and short
+        await recover(journal, scheduler, NodeFacts(name="n"), lambda said: None)
+        while scheduler.log.open_places:  # noqa: ASYNC110 - real time, and short
             await trio.sleep(0.01)
         assert scheduler.services.tally.groups == {"early": 1}
     group = await the_group(path)
@@ -368,7 +328,7 @@ async def test_a_recovered_group_without_an_early_stop_is_filled_as_ever(
         async with open_journal(path, now=time.time) as journal:
             journal.task_cancelled("t")
     async with life(path, agent(each=0.01)) as (journal, scheduler):
-        await recover(journal, scheduler, lambda said: None)
+        await recover(journal, scheduler, NodeFacts(name="n"), lambda said: None)
     group = await the_group(path)
     assert (group.state, group.members[2].why) == (
         ("partial", "no reward: cancelled") if cancelled else ("complete", None)

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, cast
 
 import merge_toys as toys
 import trio
 from attrs import define, evolve, field
 from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, Program
+from memory_log import MemoryLog
 
 from polarnode.core import ports
 from polarnode.core.conversation import Json, Message, ModelRequest, Sampling
@@ -28,11 +29,12 @@ from polarnode.evaluators.contract import Evaluator, Finished
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.harnesses.harness import Harness
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import Log, NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.admission import admitted
-from polarnode.rollouts.lifecycle import SessionRegistry
-from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.scheduler import Scheduler, make_scheduler
 from polarnode.rollouts.services import (
     NodeIdentity,
     NodeServices,
@@ -42,7 +44,7 @@ from polarnode.rollouts.services import (
     UnboundedPlaces,
 )
 from polarnode.rollouts.session import Session
-from polarnode.support.concurrency import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore, open_background
 
 ALLOWED = ("session_kit",)
 
@@ -52,22 +54,17 @@ ALLOWED = ("session_kit",)
 
 @define(eq=False, repr=False)
 class Notebook:
-    """The journal's synchronous side, as lists. `refuse` is raised by the next publications, one each."""
+    """The journal's synchronous side, as lists. `refuse` is raised when the next ends are packed, one each."""
 
-    tasks: list[str] = field(factory=list)
+    refuse: list[Exception] = field(factory=list)
     started: list[Identity] = field(factory=list)
     turns: list[Turn] = field(factory=list)
-    published: list[Trajectory] = field(factory=list)  # replaced ones too
-    cancelled: list[str] = field(factory=list)
-    refuse: list[Exception] = field(factory=list)
-    refuse_task: Exception | None = None
 
-    def task_submitted(
-        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
-    ) -> None:
-        if self.refuse_task is not None:
-            raise self.refuse_task
-        self.tasks.append(task_id)
+    def pack_time(self) -> float:
+        """The time of an end, which is asked for when it is packed: `refuse` is what the next packings raise."""
+        if self.refuse:
+            raise self.refuse.pop(0)
+        return 0.0
 
     def session_started(self, identity: Identity) -> None:
         self.started.append(identity)
@@ -75,17 +72,9 @@ class Notebook:
     def turn(self, turn: Turn) -> None:
         self.turns.append(turn)
 
-    def publish(self, trajectory: Trajectory) -> None:
-        if self.refuse:
-            raise self.refuse.pop(0)
-        self.published.append(trajectory)
-
-    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
-        self.publish(trajectory)
-        self.started.append(successor)
-
-    def task_cancelled(self, task_id: str) -> None:
-        self.cancelled.append(task_id)
+    def turns_of(self, session_id: str) -> list[Turn]:
+        """A session's turns as the journal has them: a later one of the same number replaces it."""
+        return list({each.index: each for each in self.turns if each.session_id == session_id}.values())
 
 
 # ── containers that take time, or never come ──────────────────────────────────
@@ -124,6 +113,7 @@ class Town:
     scheduler: Scheduler
     runtimes: Containers
     notes: Notebook
+    log: MemoryLog
     sessions_by_key: LiveSessions
     stages: Stages
     nursery: trio.Nursery
@@ -136,7 +126,7 @@ class Town:
 
     @property
     def published(self) -> list[Trajectory]:
-        return self.notes.published
+        return self.log.published
 
     def session(self, session_id: str) -> Session:
         found = self.scheduler.registry.get(Session, session_id)
@@ -144,7 +134,14 @@ class Town:
         return found
 
     def submit(self, **more: Any) -> list[str]:
-        return list(self.scheduler.submit(task(**more))[1])
+        spec = task(**more)
+        self.scheduler.check(spec)
+        task_id = spec.task_id or f"task-{len(self.log.tasks)}"
+        ids = tuple(f"{task_id}-{index}" for index in range(spec.num_samples))
+        self.log.put(spec, task_id, ids)
+        for claim in self.log.claim_now():  # as the scheduler does in its next step
+            self.scheduler.begin(claim)
+        return list(ids)
 
     async def until(self, phase: str, session_id: str | None = None) -> None:
         """Until some session, or the one named, is in the phase."""
@@ -155,8 +152,10 @@ class Town:
             await trio.sleep(0.01)
 
     async def over(self) -> None:
-        while self.scheduler.statistics().live:  # noqa: ASYNC110 - virtual time
-            await trio.sleep(0.01)
+        unwritten = self.scheduler.registry.results.unwritten
+        with trio.fail_after(1e7):
+            while self.log.open_places > len(unwritten) or self.scheduler.statistics().live:  # noqa: ASYNC110
+                await trio.sleep(0.01)
 
     async def one(self, **more: Any) -> Trajectory:
         """A task of one session, run to its end."""
@@ -185,9 +184,10 @@ class Town:
 
     def check_published(self) -> None:
         """Every session has one trajectory, and every turn the journal took is in it."""
-        assert sorted(each.session_id for each in self.published) == sorted(
-            each.session_id for each in self.notes.started
-        )
+        began = {each.session_id for each in self.notes.started}
+        assert len({each.session_id for each in self.published}) == len(self.published)
+        assert began <= {each.session_id for each in self.published}
+        assert not any(each.turns for each in self.published if each.session_id not in began)
         assert Counter(turn.session_id for each in self.published for turn in each.turns) == Counter(
             turn.session_id for turn in self.notes.turns
         )
@@ -234,10 +234,23 @@ async def town(
         places=places or UnboundedPlaces(),
     )
     async with trio.open_nursery() as nursery:
-        scheduler = Scheduler(nursery, services, SessionRegistry(services), sessions_by_key, warm)
-        found = Town(scheduler, runtimes, notes, sessions_by_key, stages, nursery, doors)
-        yield found
-        await scheduler.registry.stop(cancel=False)
+        log = MemoryLog(notes.turns_of)
+        scheduler = make_scheduler(
+            cast(Log, log),
+            services,
+            nursery,
+            sessions_by_key=sessions_by_key,
+            now=notes.pack_time,
+            most_claimed=1_000,
+            warm=warm,
+        )
+        joined = await log.join(NodeFacts(name="n0"))
+        scheduler.incarnation = joined.incarnation
+        async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+            found = Town(scheduler, runtimes, notes, log, sessions_by_key, stages, nursery, doors)
+            yield found
+            await found.over()
+            await scheduler.registry.stop(cancel=False)
     found.check_left()
     found.check_published()
 
@@ -265,11 +278,18 @@ async def life(path: Path, programs: Mapping[str, Program]) -> AsyncIterator[tup
             fork_parent=journal.fork_parent,
             earlier_attempts=journal.earlier_attempts,
         )
-        scheduler = Scheduler(
-            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
+        scheduler = make_scheduler(
+            SqliteLog(journal),
+            services,
+            place.nursery,
+            sessions_by_key=place.sessions_by_key,
+            now=time.time,
+            most_claimed=1_000,
+            warm=0,
         )
-        yield journal, scheduler, place
-        await scheduler.registry.stop(cancel=False)
+        async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+            yield journal, scheduler, place
+            await scheduler.registry.stop(cancel=False)
         await journal.flushed()
 
 

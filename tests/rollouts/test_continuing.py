@@ -32,7 +32,7 @@ async def attempts(folder: Path, spec: TaskSpec, keeper: Keeper) -> list[Traject
     """A task's session and those that took its place, in order."""
     path = folder / "journal.sqlite"
     async with life(path, programs(keeper)) as (_, scheduler, _):
-        _, (name,) = scheduler.submit(spec)
+        _, (name,) = await scheduler.submit(spec)
         while scheduler.statistics().live:  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.1)
     found, after = list[Trajectory](), name

@@ -1,11 +1,11 @@
 """What a second home remembers of tasks that ended: found by id and by key, and bounded."""
 
 import pytest
+from polarnode.rollouts.ended_copies import EndedCopies
 
 from polarnode.core.fleet import Epoch, TaskCopy
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.rollouts import ended_copies
-from polarnode.rollouts.ended_copies import EndedCopies
 
 SPEC = TaskSpec(instruction="x", harness=HarnessSpec(name="pi"))
 

@@ -264,7 +264,7 @@ async def test_a_cancelled_run_lets_the_evaluators_runtime_go(autojump_clock: Cl
         (session_id,) = place.submit(task_id="t", evaluator=FRESH)
         await place.until("run")
         await trio.sleep(5)
-        place.scheduler.cancel("t")
+        await place.scheduler.cancel("t")
         await place.over()
         assert (place.of(session_id).outcome.status, len(place.runtimes.opened)) == ("cancelled", 2)
 

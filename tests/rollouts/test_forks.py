@@ -33,7 +33,7 @@ def programs(program: Program | None = None) -> dict[str, Program]:
 async def parent_in(path: Path) -> Trajectory:
     """A session of four turns, of an earlier life."""
     async with life(path, programs()) as (_, scheduler, _):
-        _, (name,) = scheduler.submit(task())
+        _, (name,) = await scheduler.submit(task())
     async with open_journal(path, now=time.time) as journal:
         found = await journal.trajectory(name)
     assert found is not None
@@ -47,7 +47,7 @@ def fork_of(parent: str, turn: int, **more: Any) -> TaskSpec:
 
 async def forked(path: Path, spec: TaskSpec, program: Program | None = None) -> tuple[Trajectory, ...]:
     async with life(path, programs(program)) as (journal, scheduler, _):
-        _, names = scheduler.submit(spec)
+        _, names = await scheduler.submit(spec)
     async with open_journal(path, now=time.time) as journal:
         found = [await journal.trajectory(name) for name in names]
         records = [await journal.session(name) for name in names]
@@ -113,7 +113,7 @@ async def test_a_node_that_is_killed_keeps_a_partial_fork_and_forks_again(tmp_pa
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
     with pytest.RaisesGroup(KeyError, flatten_subgroups=True):
         async with life(path, programs(agent(turns=3, each=0.01, endless=True))) as (journal, scheduler, _):
-            _, (name,) = scheduler.submit(spec)
+            _, (name,) = await scheduler.submit(spec)
             with trio.fail_after(30):
                 while len(await journal.turns(name)) < 3:  # noqa: ASYNC110 - it has no event
                     await trio.sleep(0.02)
@@ -148,7 +148,7 @@ async def test_another_attempt_of_a_fork_may_inherit_all_again(tmp_path: Path) -
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
     broken = agent(turns=1, each=0.01, ends=RuntimeFault("the container died"))
     async with life(path, programs(broken)) as (_, scheduler, _):
-        _, (name,) = scheduler.submit(spec)
+        _, (name,) = await scheduler.submit(spec)
     async with open_journal(path, now=time.time) as journal:
         first = await journal.trajectory(name)
         assert first is not None

@@ -1,10 +1,10 @@
 """Which front commands a node: values and times, no clock."""
 
 import pytest
+from polarnode.rollouts.office import ANSWER_S, CALM_S, Office
 
 from polarnode.core.errors import Superseded
 from polarnode.core.fleet import TermOrder
-from polarnode.rollouts.office import ANSWER_S, CALM_S, Office
 
 FIRST, SECOND = TermOrder(term=1, front="first"), TermOrder(term=2, front="second")
 

@@ -10,7 +10,6 @@ import merge_toys as toys
 import pytest
 import trio
 from fakes_runtime import Call, Program
-from journal_samples import make_identity
 from session_kit import Town, agent, live_of, task, town
 from trio.abc import Clock
 
@@ -18,7 +17,7 @@ from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups import lost_to_the_machine
-from polarnode.rollouts.lifecycle import PAUSES, pause_before, retries_left, successor
+from polarnode.rollouts.lifecycle import PAUSES, pause_before, retries_left
 
 GONE = RuntimeFault("the container is gone")
 
@@ -43,19 +42,9 @@ def test_only_what_the_machine_did_is_tried_again(outcome: Outcome, lost: bool) 
 
 
 def test_a_place_is_held_by_so_many_sessions_and_each_waits_longer() -> None:
-    held = [make_identity("s0")]
-    while retries_left(held[-1].attempt, Budgets(retries=4)):
-        held.append(successor(held[-1], f"s{len(held)}"))
-    assert [(each.session_id, each.attempt) for each in held] == [
-        ("s0", 0),
-        ("s1", 1),
-        ("s2", 2),
-        ("s3", 3),
-        ("s4", 4),
-    ]
-    assert len({(each.task_id, each.group_id, each.sample_index) for each in held}) == 1
-    assert [pause_before(each.attempt) for each in held] == [0.0, 0.5, 2.0, 5.0, 5.0]
-    assert not retries_left(held[0].attempt, Budgets(retries=0))
+    held = [retries for retries in range(9) if retries == 0 or retries_left(retries - 1, Budgets(retries=4))]
+    assert [pause_before(retries) for retries in held] == [0.0, 0.5, 2.0, 5.0, 5.0]
+    assert not retries_left(0, Budgets(retries=0))
 
 
 # ── in a node ─────────────────────────────────────────────────────────────────
@@ -200,13 +189,13 @@ async def test_a_cancelled_place_is_over_whatever_ended_it(autojump_clock: Clock
             await trio.sleep(0.01)
         assert place.scheduler.sessions()[0].attempt == 1
         before = trio.current_time()
-        assert place.scheduler.cancel("t")
+        assert await place.scheduler.cancel("t")
         await place.over()
         assert trio.current_time() - before < PAUSES.first_s, "the pause is cut"
         assert [each.outcome.status for each in attempts(place)] == ["error", "cancelled"]
-        assert place.notes.cancelled == ["t"]
-        assert not place.scheduler.cancel("t")
-        assert place.notes.cancelled == ["t"], "what is over is not cancelled"
+        assert place.log.cancelled == ["t"]
+        assert not await place.scheduler.cancel("t")
+        assert place.log.cancelled == ["t"], "what is over is not cancelled"
 
 
 async def test_a_stopping_node_begins_nothing_again(autojump_clock: Clock, tmp_path: Path) -> None:
@@ -215,7 +204,7 @@ async def test_a_stopping_node_begins_nothing_again(autojump_clock: Clock, tmp_p
         await place.until("run")
         await place.scheduler.registry.stop(cancel=True)
         assert [each.outcome.status for each in place.published] == ["cancelled"] * 3
-        assert place.notes.cancelled == [], "the node's own end cancels no task"
+        assert place.log.cancelled == [], "the node's own end cancels no task"
 
 
 async def test_a_group_has_one_final_session_a_place(autojump_clock: Clock, tmp_path: Path) -> None:

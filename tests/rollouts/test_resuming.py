@@ -27,7 +27,7 @@ from polarnode.rollouts.snapshots import archive_path, beside, read_snapshot
 
 async def run(folder: Path, spec: TaskSpec, keeper: Keeper | None = None) -> Trajectory:
     async with life(folder / "journal.sqlite", programs(keeper)) as (_, scheduler, _):
-        _, (name,) = scheduler.submit(spec)
+        _, (name,) = await scheduler.submit(spec)
     return await read(folder, name)
 
 

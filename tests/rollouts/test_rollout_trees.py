@@ -51,7 +51,7 @@ FOUR = agent(turns=4, each=0.01)
 
 async def grown(folder: Path, spec: TaskSpec, program: Program = FOUR) -> Group:
     async with life(folder / "journal.sqlite", {"agent": program}) as (_, scheduler, _):
-        scheduler.submit(spec)
+        await scheduler.submit(spec)
     return await group_in(folder)
 
 
@@ -89,7 +89,7 @@ async def test_the_forks_of_a_session_are_listed_and_marked_in_their_group(tmp_p
     path = tmp_path / "journal.sqlite"
     async with life(path, {"agent": FOUR}) as (_, scheduler, _):
         fork = ForkSpec(session=root.session_id, turn=2, by="replay")
-        _, (later,) = scheduler.submit(task(task_id="later", fork=fork))
+        _, (later,) = await scheduler.submit(task(task_id="later", fork=fork))
     async with open_journal(path, now=time.time) as journal:
         names = [each.session_id for each in group.trajectories]
         assert [each.session_id for each in await journal.forks(names[0], 10)] == [*names[2:4], later]
@@ -150,9 +150,9 @@ async def test_a_group_that_has_enough_begins_no_fork(tmp_path: Path) -> None:
 async def test_a_cancelled_tree_begins_no_fork(tmp_path: Path) -> None:
     slow = agent(turns=1, each=0.01, endless=True)
     async with life(tmp_path / "journal.sqlite", {"agent": slow}) as (_, scheduler, place):
-        scheduler.submit(tree())
+        await scheduler.submit(tree())
         await place.scheduler.services.ensure_image("any")  # a checkpoint: all have begun
-        assert scheduler.cancel("t")
+        assert await scheduler.cancel("t")
     group = await group_in(tmp_path)
     assert {(each.outcome.status, len(each.turns)) for each in group.trajectories} == {("cancelled", 0)}
 
@@ -170,7 +170,7 @@ async def test_a_node_that_is_killed_goes_on_with_its_tree(tmp_path: Path, after
     first = ordered(*[FOUR] * after, endless)
     with pytest.RaisesGroup(KeyError, flatten_subgroups=True):
         async with life(path, {"agent": first}) as (journal, scheduler, _):
-            _, names = scheduler.submit(tree(budgets={"retries": 1}))
+            _, names = await scheduler.submit(tree(budgets={"retries": 1}))
             with trio.fail_after(30):
                 while not await begun(journal, names[: after or 2], names[after:]):  # noqa: ASYNC110
                     await trio.sleep(0.02)
@@ -190,7 +190,7 @@ async def test_where_there_are_snapshots_forks_are_resumed_and_only_before_those
     spec = evolve(tree(ForkPolicy(at="even", per_session=2), samples=3), harness=KEEPER)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(0, 1, 3)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
-        scheduler.submit(spec)
+        await scheduler.submit(spec)
     group = await group_in(tmp_path)
     assert group.state == "complete", group
     assert states(group) == [None, (0, 1, 1), (0, 3, 3)]
@@ -201,7 +201,7 @@ async def test_a_session_without_a_snapshot_is_not_forked_by_resume(tmp_path: Pa
     spec = evolve(tree(ForkPolicy(per_session=1), samples=2), harness=KEEPER)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(9,)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
-        scheduler.submit(spec)
+        await scheduler.submit(spec)
     [root, fork] = (await group_in(tmp_path)).trajectories
     assert fork.outcome.reason == (
         f"not forked: its root, session {root.session_id}, has no turn of group.fork.at with a snapshot to"
@@ -213,10 +213,10 @@ async def test_forks_that_cannot_be_resumed_are_refused_or_replayed(tmp_path: Pa
     resumed = evolve(POLICY, by="resume")
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
         with pytest.raises(Refused, match=r"shell cannot go on.*by=replay") as refused:
-            scheduler.submit(tree(resumed))
+            await scheduler.submit(tree(resumed))
         assert refused.value.path == "$.group.fork.by"
         with pytest.raises(Refused, match="forks are resumed from snapshots: set snapshot_at"):
-            scheduler.submit(evolve(tree(resumed), harness=KEEPER))
+            await scheduler.submit(evolve(tree(resumed), harness=KEEPER))
         harness = scheduler._admitted(evolve(tree(), harness=KEEPER)).harness
     plain = evolve(tree(), harness=KEEPER)
     assert tree_way(plain, harness) == "replay"

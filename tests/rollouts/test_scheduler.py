@@ -35,15 +35,14 @@ PROGRAMS = {"agent": agent(turns=2, each=10.0)}
 
 async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS) as place:
-        task_id, session_ids = place.scheduler.submit(
+        task_id, session_ids = await place.scheduler.submit(
             task(num_samples=4, metadata={"split": "train"}), idempotency_key="k"
         )
-        assert (place.notes.tasks, [each.session_id for each in place.notes.started]) == (
-            [task_id],
-            list(session_ids),
-        )
+        await trio.sleep(0.01)
+        assert list(place.log.tasks) == [task_id]
+        assert [each.session_id for each in place.notes.started] == list(session_ids)
         assert len(set(session_ids)) == 4
-        other, _ = place.scheduler.submit(task(task_id="mine", group_id="ours"))
+        other, _ = await place.scheduler.submit(task(task_id="mine", group_id="ours"))
         assert other == "mine"
     group = [each for each in place.published if each.task_id == task_id]
     assert sorted(each.sample_index for each in group) == [0, 1, 2, 3]
@@ -110,7 +109,7 @@ async def test_what_can_not_run_is_refused_with_its_path(
             place.submit(num_samples=3, **wrong)
         assert (caught.value.path or "").startswith(path or "")
         assert sentence is None or sentence in str(caught.value)
-        assert (place.notes.tasks, place.notes.started, place.scheduler.sessions()) == ([], [], ())
+        assert (list(place.log.tasks), place.notes.started, place.scheduler.sessions()) == ([], [], ())
 
 
 async def test_experts_are_refused_where_the_engine_can_not_tell_them(
@@ -153,7 +152,7 @@ def test_every_harness_of_ours_passes_its_dry_run() -> None:
 
 async def test_a_task_the_journal_can_not_take_starts_nothing(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS) as place:
-        place.notes.refuse_task = JournalError("the disk is full")
+        place.log.refuse_task = JournalError("the disk is full")
         with pytest.raises(JournalError):
             place.submit(num_samples=3)
         assert (
@@ -212,10 +211,10 @@ async def test_cancelling_a_task_ends_its_sessions_and_no_others(
             place.submit(num_samples=2, task_id="others"),
         )
         await trio.sleep(5)
-        assert place.scheduler.cancel("mine")
-        assert not place.scheduler.cancel("nobody's")
+        assert await place.scheduler.cancel("mine")
+        assert not await place.scheduler.cancel("nobody's")
         await place.over()
-        assert not place.scheduler.cancel("mine")
+        assert not await place.scheduler.cancel("mine")
     assert {place.of(each).outcome.status for each in mine} == {"cancelled"}
     assert {place.of(each).outcome.status for each in others} == {"completed"}
 
@@ -326,7 +325,7 @@ async def test_the_demand_for_warm_containers_rises_and_ends_at_zero(
         assert place.runtimes.wanted == {"base": 2}
         await trio.sleep(3.5)
         if cancel:
-            place.scheduler.cancel("t")
+            await place.scheduler.cancel("t")
         await place.over()
         assert (place.runtimes.wanted, place.runtimes.most) == ({"base": 0}, {"base": 2})
 

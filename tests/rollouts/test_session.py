@@ -471,17 +471,18 @@ async def test_a_bug_in_one_session_is_logged_and_no_other_learns_of_it(
 
 @pytest.mark.parametrize(
     ("builder", "boundary"),
-    [("broken_builder", "client"), ("garbage_builder", "client"), ("odd_builder", None)],
+    [("broken_builder", "client"), ("garbage_builder", "client"), ("odd_builder", "node")],
 )
 async def test_a_builder_that_fails_costs_the_traces_only(
-    autojump_clock: Clock, tmp_path: Path, builder: str, boundary: str | None
+    autojump_clock: Clock, tmp_path: Path, builder: str, boundary: str
 ) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         found = await place.one(builder=BuilderSpec(import_path=f"session_kit:{builder}"), evaluator="COUNTS")
-    assert (found.reward, len(found.turns)) == (2.0, 2)
-    if boundary:
-        assert (found.outcome.status, found.outcome.boundary, found.traces) == ("error", boundary, ())
-        assert [left.reason for left in found.left_out] == [boundary] * 2
+    assert len(found.turns) == 2
+    assert (found.outcome.status, found.outcome.boundary, found.traces) == ("error", boundary, ())
+    assert [left.reason for left in found.left_out] == [boundary] * 2
+    if boundary == "client":  # what cannot be packed shows only when it is
+        assert found.reward == 2.0
         assert not violated_invariant(found), "the user's builder is no bug of ours"
 
 
@@ -508,7 +509,7 @@ async def test_cancelled_before_its_turn_came(autojump_clock: Clock, tmp_path: P
         async with place.stages.live.slot(priority=50):
             (session_id,) = place.submit(task_id="t")
             await trio.sleep(5)
-            assert place.scheduler.cancel("t")
+            assert await place.scheduler.cancel("t")
             await place.over()
         assert place.of(session_id).outcome == Outcome(status="cancelled", reason="cancelled in init")
         assert place.runtimes.sessions == []
@@ -517,7 +518,7 @@ async def test_cancelled_before_its_turn_came(autojump_clock: Clock, tmp_path: P
 async def test_cancelled_before_it_had_begun(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         (session_id,) = place.submit(task_id="t")
-        place.scheduler.cancel("t")
+        await place.scheduler.cancel("t")
         await place.over()
         assert place.of(session_id).outcome == Outcome(status="cancelled", reason="cancelled in init")
         assert place.runtimes.sessions == []
@@ -529,7 +530,7 @@ async def test_cancelled_in_init(autojump_clock: Clock, tmp_path: Path, spoiled:
         place.runtimes.faults = [RuntimeFault("no")] if spoiled else []
         (session_id,) = place.submit(task_id="t", runtime=SLOW)
         await trio.sleep(2)
-        place.scheduler.cancel("t")
+        await place.scheduler.cancel("t")
         await place.over()
         found = place.of(session_id)
         assert found.outcome == Outcome(status="cancelled", reason="cancelled in init")
@@ -542,7 +543,7 @@ async def test_cancelled_in_ready(autojump_clock: Clock, tmp_path: Path) -> None
             (session_id,) = place.submit(task_id="t")
             await place.until("ready")
             await trio.sleep(30)
-            place.scheduler.cancel("t")
+            await place.scheduler.cancel("t")
             await place.over()
         found = place.of(session_id)
         assert found.outcome == Outcome(status="cancelled", reason="cancelled in ready")
@@ -556,7 +557,7 @@ async def test_cancelled_in_run_it_keeps_its_turns_and_is_not_judged(
         (session_id,) = place.submit(task_id="t", evaluator="COUNTS")
         await place.until("run")
         await trio.sleep(5)
-        place.scheduler.cancel("t")
+        await place.scheduler.cancel("t")
         await place.over()
         found = place.of(session_id)
     assert (found.outcome.status, found.outcome.reason, found.outcome.exit_code) == (
@@ -573,13 +574,13 @@ async def test_cancel_does_not_reach_post(autojump_clock: Clock, tmp_path: Path)
     async with town(tmp_path, {"agent": agent()}, post=1) as place:
         (session_id,) = place.submit(task_id="t", evaluator="COUNTS")
         await place.until("post")
-        assert place.scheduler.cancel("t")
+        assert await place.scheduler.cancel("t")
         await place.over()
         assert (place.of(session_id).outcome.status, place.of(session_id).reward) == ("completed", 2.0)
         async with place.stages.post.slot(priority=50):  # nor one that waits to be judged
             (session_id,) = place.submit(task_id="u", evaluator="COUNTS")
             await place.until("post")
-            place.scheduler.cancel("u")
+            await place.scheduler.cancel("u")
             await trio.sleep(10)
         await place.over()
         assert (place.of(session_id).outcome.status, place.of(session_id).reward) == ("completed", 2.0)

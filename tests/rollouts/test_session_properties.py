@@ -96,7 +96,7 @@ async def strike(place: Town, blow: Blow) -> None:
     await trio.sleep(blow.at)
     match blow.what:
         case "cancel":
-            place.scheduler.cancel(str(blow.whom))
+            await place.scheduler.cancel(str(blow.whom))
         case "fault":
             place.runtimes.faults.append(RuntimeFault("does not start"))
         case "slow":

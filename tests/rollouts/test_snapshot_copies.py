@@ -16,6 +16,7 @@ import trio
 from attrs import define, evolve, field
 from fakes_engine import until
 from keeper_kit import KEEPER, Keeper, programs
+from polarnode.rollouts.snapshot_copies import KeptSnapshots
 from session_kit import life, task
 
 from polarnode.core.errors import Conflict, DiskFull, ForkError, PolarnodeError
@@ -28,7 +29,6 @@ from polarnode.merge.trajectory import Identity
 from polarnode.rollouts import snapshot_copies
 from polarnode.rollouts.lifecycle import Homes
 from polarnode.rollouts.scheduler import Scheduler
-from polarnode.rollouts.snapshot_copies import KeptSnapshots
 from polarnode.rollouts.snapshots import archive_path, read_snapshot
 
 SPEC = task(harness=KEEPER, snapshot_at=SnapshotSpec(turns=(2,)), budgets={"retries": 0}, num_samples=1)

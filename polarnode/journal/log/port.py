@@ -370,7 +370,11 @@ class Events(Protocol):
     async def prune(self, retention: Retention, *, now: float, limit: int = 256) -> int:
         """Delete some of the oldest events that may go, and bodies that nobody finished. How many events."""
 
-    async def wait_news(self, seconds: float) -> None:
+    @property
+    def news(self) -> int:
+        """Counts what was written to the log, by whomever. Read before a look, for `wait_news` after it."""
+
+    async def wait_news(self, seen: int, seconds: float) -> None:
         """Return when another node or this one wrote something, or after so many seconds."""
 
 

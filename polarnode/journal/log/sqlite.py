@@ -27,6 +27,7 @@ from polarnode.journal import entries, pending_callbacks, queries, retention
 from polarnode.journal.entries import ROW_BYTES, Entry, PublishedSession
 from polarnode.journal.forks import EarlierAttempt
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.news import News
 from polarnode.journal.log.place_table import PlaceTable
 from polarnode.journal.log.port import (
     FILLED,
@@ -69,11 +70,7 @@ class SqliteLog:
     _held: set[str] = field(factory=set, init=False)  # versions whose files the node has
     _shared: set[str] = field(factory=set, init=False)  # versions in a storage that outlives it
     _leases: dict[int, tuple[float, int]] = field(factory=dict, init=False)  # by event: until when, and which
-    _news: trio.Event = field(factory=trio.Event, init=False)
-
-    def _tell(self) -> None:
-        news, self._news = self._news, trio.Event()
-        news.set()
+    _news: News = field(factory=News, init=False)
 
     @property
     def open_places(self) -> int:
@@ -126,7 +123,7 @@ class SqliteLog:
             now=submitted,
             callback_kinds=callback_kinds,
         )
-        self._tell()
+        self._news.tell()
         await self.journal.commit(entry)
         record = await self.journal.task(task_id)
         assert record is not None
@@ -155,7 +152,7 @@ class SqliteLog:
         answer = self._places.finish(claim, usable=member_of(claim.spec.group, ended.facts).usable)
         if answer in FILLED:
             entry = _entry(ended, partial(entries.publish_session, it=_published(ended)))
-            self._tell()
+            self._news.tell()
             await self.journal.commit(entry)
             return answer
         if answer is None:  # the place is over, or was never here
@@ -187,7 +184,7 @@ class SqliteLog:
             entry = Entry(2 * ROW_BYTES, apply)
         else:
             entry = _entry(ended, partial(entries.replace_session, it=_published(ended, fresh), begin=begin))
-        self._tell()
+        self._news.tell()
         await self.journal.commit(entry)
         return kept
 
@@ -197,13 +194,13 @@ class SqliteLog:
         if session is not None and session.outcome is not None:
             return "already"
         await self.journal.commit(_entry(ended, partial(entries.publish_session, it=_published(ended))))
-        self._tell()
+        self._news.tell()
         return "now"
 
     async def cancel(self, task_id: str, at: float) -> bool:
         found = self._places.cancel(task_id)
         if found:
-            self._tell()
+            self._news.tell()
             await self.journal.commit(entries.cancel_entry(task_id, now=at))
         return found
 
@@ -319,10 +316,12 @@ class SqliteLog:
         await self.journal.commit(Entry(ROW_BYTES, apply))
         return self.journal.first_seq - before
 
-    async def wait_news(self, seconds: float) -> None:
-        with trio.move_on_after(seconds):
-            await self._news.wait()
-        await trio.lowlevel.checkpoint()
+    @property
+    def news(self) -> int:
+        return self._news.count
+
+    async def wait_news(self, seen: int, seconds: float) -> None:
+        await self._news.wait(seen, seconds)
 
     # ── weights ───────────────────────────────────────────────────────────────
 
@@ -341,7 +340,7 @@ class SqliteLog:
         if row is None or not (version in self._shared or version in self._held):
             return False
         self._current[row.adapter] = version
-        self._tell()
+        self._news.tell()
         return True
 
     async def change_weights(self, version: str, body: Json) -> None:
@@ -462,7 +461,7 @@ class SqliteLog:
         key = (given.evaluation_id, given.session_id)
         before = await self.journal.query(_reward_number, *key)
         await self.journal.commit(entries.reward_entry(given))
-        self._tell()
+        self._news.tell()
         return before is None and await self.journal.query(_reward_number, *key) is not None
 
     async def refuse_evaluation(self, evaluation_id: str, session_id: str, why: str) -> None:

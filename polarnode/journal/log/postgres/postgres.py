@@ -21,6 +21,7 @@ from polarnode.core.task import EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt
+from polarnode.journal.log.news import News
 from polarnode.journal.log.port import (
     Claim,
     Cursor,
@@ -78,7 +79,7 @@ class PostgresLog:
     _watcher: Connection
     _retention: Retention = field(factory=Retention)
     _recent: Recent = field(factory=Recent)
-    _news: trio.Event = field(factory=trio.Event)  # set and replaced when something was written
+    _news: News = field(factory=News)
     incarnation: int | None = field(default=None, init=False)
     lost: trio.Event = field(
         factory=trio.Event, init=False
@@ -94,10 +95,6 @@ class PostgresLog:
         self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         return await self._reader.run(call, *args, **kwargs)
-
-    def _notice(self) -> None:
-        news, self._news = self._news, trio.Event()
-        news.set()
 
     async def reachable(self) -> str | None:
         await trio.lowlevel.checkpoint()
@@ -201,9 +198,9 @@ class PostgresLog:
                     signed = asked
                     await self._beat()
                 if await self._watcher.run(_listen, LISTEN_S):
-                    self._notice()
+                    self._news.tell()
             except LogAway:
-                self._notice()  # who waits for news looks again, and learns that the log is away
+                self._news.tell()  # who waits for news looks again, and learns that the log is away
                 await trio.sleep(RETRY_S)
 
     async def _beat(self) -> None:
@@ -262,10 +259,12 @@ class PostgresLog:
     async def prune(self, retention: Retention, *, now: float, limit: int = 256) -> int:
         return await self._write(events.prune, retention, now, limit)
 
-    async def wait_news(self, seconds: float) -> None:
-        with trio.move_on_after(seconds):
-            await self._news.wait()
-        await trio.lowlevel.checkpoint()
+    @property
+    def news(self) -> int:
+        return self._news.count
+
+    async def wait_news(self, seen: int, seconds: float) -> None:
+        await self._news.wait(seen, seconds)
 
     # ── weights ───────────────────────────────────────────────────────────────
 
