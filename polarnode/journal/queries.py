@@ -389,7 +389,7 @@ def _unfinished(
     identity: Identity | None = None
     try:
         check(expected, session_id, task_id, sample_index, attempt, body)
-        if body is not None:  # None: killed between taking the task and naming its sessions
+        if body is not None:  # None: it waited in the queue
             with decoding():
                 identity = structure(read_json(body), Identity)
     except Unreadable as error:
@@ -412,6 +412,7 @@ def _unfinished(
         spec=spec,
         turns=(),
         cancelled=row is not None and row[6] is not None,
+        began=body is not None,
         damaged=damaged,
     )
 

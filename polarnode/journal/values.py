@@ -147,13 +147,14 @@ class Filters:
 @frozen(kw_only=True)
 class UnfinishedSession:
     """A session of an earlier run of this node that never got a trajectory. `spec` is None for one without a
-    task; `cancelled`: its task was, before the node ended.
+    task; `cancelled`: its task was, before the node ended; `began`: it was named, and did not only wait.
     """
 
     identity: Identity
     spec: TaskSpec | None
     turns: tuple[Turn, ...]
     cancelled: bool = False
+    began: bool = True
     damaged: tuple[Damaged, ...] = ()
 
 

@@ -480,10 +480,11 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
     for claim in joined.inherited:
         session = unfinished.pop(claim.session_id, None) or _without_turns(claim, scheduler)
         again += await _recovered(journal, scheduler, claim, session)
-    for session in unfinished.values():  # another has its place: what it left is an attempt
+    # another has its place, so what it left is an attempt; those that had not begun wait in the log's queue
+    for session in (each for each in unfinished.values() if each.began):
         lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
         await scheduler.log.publish(ended_session(lost, finished=scheduler.now()), joined.incarnation)
-    await journal.flushed()
+    await scheduler.registry.results.delivered()
     if joined.inherited:
         report(
             f"{len(joined.inherited)} sessions of an earlier run were interrupted; their turns are kept, and"

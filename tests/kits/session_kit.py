@@ -29,7 +29,7 @@ from polarnode.evaluators.contract import Evaluator, Finished
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.harnesses.harness import Harness
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import Log, NodeFacts
+from polarnode.journal.log.port import Claim, Log, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import Identity
@@ -278,19 +278,30 @@ async def life(path: Path, programs: Mapping[str, Program]) -> AsyncIterator[tup
             fork_parent=journal.fork_parent,
             earlier_attempts=journal.earlier_attempts,
         )
-        scheduler = make_scheduler(
-            SqliteLog(journal),
-            services,
-            place.nursery,
-            sessions_by_key=place.sessions_by_key,
-            now=time.time,
-            most_claimed=1_000,
-            warm=0,
-        )
-        async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+        async with scheduling(SqliteLog(journal), services, place) as scheduler:
+            joined = await scheduler.log.join(NodeFacts(name="n1"))
+            scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
             yield journal, scheduler, place
-            await scheduler.registry.stop(cancel=False)
+            while scheduler.log.open_places > len(scheduler.registry.results.unwritten):  # noqa: ASYNC110
+                await trio.sleep(0.005)
         await journal.flushed()
+
+
+@asynccontextmanager
+async def scheduling(log: Log, services: NodeServices, place: Town) -> AsyncIterator[Scheduler]:
+    """A scheduler that claims from a log of its own. Leaving it waits for the sessions that began."""
+    scheduler = make_scheduler(
+        log,
+        services,
+        place.nursery,
+        sessions_by_key=place.sessions_by_key,
+        now=time.time,
+        most_claimed=1_000,
+        warm=0,
+    )
+    async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+        yield scheduler
+        await scheduler.registry.stop(cancel=False)
 
 
 async def _ensure_image(name: str) -> None:
@@ -317,6 +328,20 @@ def task(
         **said,
         budgets=Budgets(**({"retries": 0} | dict(budgets or {}))),
         **({"evaluator": evaluator} if evaluator else {}),
+    )
+
+
+def claim_of(session_id: str, spec: TaskSpec, *, attempt: int = 0) -> Claim:
+    """What a log gives a node that runs the only place of a task."""
+    return Claim(
+        task_id="t",
+        sample_index=0,
+        session_id=session_id,
+        attempt=attempt,
+        incarnation=1,
+        retries=attempt,
+        spec=spec,
+        submitted=0.0,
     )
 
 

@@ -10,8 +10,7 @@ import pytest
 import trio
 from attrs import evolve
 from fakes_runtime import Program
-from journal_samples import make_identity
-from session_kit import agent, life, task
+from session_kit import agent, claim_of, life, task
 
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkSpec, HarnessSpec, TaskSpec
@@ -22,7 +21,6 @@ from polarnode.merge.attach import References
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import asked_fork
 from polarnode.rollouts.forks import begin_resumed, check_fork
-from polarnode.rollouts.lifecycle import successor
 from polarnode.rollouts.scheduler import recover
 
 
@@ -193,7 +191,7 @@ async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -
     parent = await parent_in(path)
     async with life(path, programs()) as (journal, scheduler, _):
         spec = fork_of(parent.session_id, 2)
-        identity = scheduler._identity(spec, "t", 0, "s", "shell", None)
+        identity = scheduler.identity_of(claim_of("s", spec))
         live = scheduler.registry.open(identity, spec)
         begin_resumed(live, parent.turns[:2], References("p", b"theirs"), None, 2)
         assert [turn.session_id for turn in live.lineages.turns] == ["s", "s"]
@@ -204,8 +202,9 @@ async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -
         assert len(await journal.turns("s")) == 2
 
 
-def test_the_next_attempt_of_a_fork_has_inherited_nothing_yet() -> None:
-    fork = ForkedFrom(session_id="p", turn=3, got=1, by="replay", differs="d")
-    identity = evolve(make_identity("s1"), forked_from=fork)
-    assert successor(identity, "s2").forked_from == evolve(fork, got=3, differs=None)
-    assert successor(evolve(identity, forked_from=None), "s2").forked_from is None
+async def test_the_next_attempt_of_a_fork_has_inherited_nothing_yet(tmp_path: Path) -> None:
+    async with life(tmp_path / "journal.sqlite", {}) as (_, scheduler, _):
+        identity = scheduler.identity_of(claim_of("s2", task(fork=ForkSpec(session="p", turn=3)), attempt=1))
+        assert identity.forked_from == ForkedFrom(session_id="p", turn=3, got=3, by="replay")
+        assert (identity.attempt, identity.continued_from) == (1, None)
+        assert scheduler.identity_of(claim_of("s", task())).forked_from is None

@@ -10,19 +10,23 @@ from typing import Any
 
 import merge_toys as toys
 import pytest
+import trio
 from attrs import evolve
 from fakes_runtime import Program
 from journal_samples import make_identity, make_spec, make_trajectory
-from session_kit import agent, task, town
+from session_kit import agent, scheduling, task, town
 
 from polarnode.core.task import Budgets, BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Built
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import Filters
 from polarnode.merge.invariants import check
-from polarnode.rollouts.lifecycle import SessionRegistry
 from polarnode.rollouts.scheduler import Scheduler, recover
 from polarnode.rollouts.services import NodeIdentity
+
+NODE = NodeFacts(name="n1")
 
 
 def ran(
@@ -69,27 +73,24 @@ async def life(
             journal=journal,
             allowed_imports=import_paths,
         )
-        scheduler = Scheduler(
-            place.nursery, services, SessionRegistry(services), place.sessions_by_key, warm=0
-        )
-        yield journal, scheduler
-        await scheduler.registry.stop(cancel=False)
+        async with scheduling(SqliteLog(journal), services, place) as scheduler:
+            yield journal, scheduler
 
 
 async def recovered(path: Path, said: list[str], *, import_paths: tuple[str, ...] = ()) -> None:
     async with life(path, import_paths=import_paths) as (journal, scheduler):
-        await recover(journal, scheduler, said.append)
+        await recover(journal, scheduler, NODE, said.append)
 
 
 async def test_sessions_of_an_earlier_life_become_interrupted_trajectories(tmp_path: Path) -> None:
     path, said = tmp_path / "journal.sqlite", list[str]()
     async with open_journal(path, now=time.time) as journal:
-        submitted(journal, "with-turns", "without", "not-begun")
+        submitted(journal, "with-turns", "without")
         session = ran(journal, "with-turns", turns=3, cut=True)
         ran(journal, "without")
     await recovered(path, said)
     assert said == [
-        "3 sessions of an earlier run were interrupted; their turns are kept, and 0 of them are tried again"
+        "2 sessions of an earlier run were interrupted; their turns are kept, and 0 of them are tried again"
     ]
     async with open_journal(path, now=time.time) as journal:
         found = await journal.trajectory("with-turns")
@@ -99,13 +100,12 @@ async def test_sessions_of_an_earlier_life_become_interrupted_trajectories(tmp_p
         assert (found.turns, found.harness, found.metadata) == (session.turns, "pi", {"split": "train"})
         counts = check(found.turns, Built(traces=found.traces, left_out=found.left_out))
         assert counts.trainable == counts.sampled == sum(len(turn.sampled) for turn in session.turns) > 0
-        for name in ("without", "not-begun"):
-            other = await journal.trajectory(name)
-            assert other is not None
-            assert (other.outcome.status, other.turns, other.traces) == ("interrupted", (), ())
+        other = await journal.trajectory("without")
+        assert other is not None
+        assert (other.outcome.status, other.turns, other.traces) == ("interrupted", (), ())
         page = await journal.events(0)
         kinds = [event.kind for event in page.events]
-        assert kinds == ["trajectory"] * 3 + [
+        assert kinds == ["trajectory"] * 2 + [
             "group",
             "task",
         ], "who waits for the group learns that it is over"
@@ -182,7 +182,7 @@ async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -
     path, said = tmp_path / "journal.sqlite", list[str]()
     await killed(path, "a", "b", spec=task(num_samples=2, budgets={"retries": 2}))
     async with life(path) as (journal, scheduler):
-        await recover(journal, scheduler, said.append)
+        await recover(journal, scheduler, NODE, said.append)
         assert said == [
             (
                 "2 sessions of an earlier run were interrupted; their turns are kept, and 2 of them are tried"
@@ -225,7 +225,7 @@ async def test_a_place_that_every_life_loses_ends_interrupted(tmp_path: Path) ->
     path = tmp_path / "journal.sqlite"
     await killed(path, "a", spec=task(budgets={"retries": 2}), attempt=2)
     async with life(path) as (journal, scheduler):
-        await recover(journal, scheduler, lambda _: None)
+        await recover(journal, scheduler, NODE, lambda _: None)
         assert scheduler.sessions() == ()
         found = await journal.trajectory("a")
         assert found is not None
@@ -236,7 +236,7 @@ async def test_a_cancelled_place_stays_over(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     await killed(path, "a", spec=task(budgets={"retries": 2}), cancelled=True)
     async with life(path) as (journal, scheduler):
-        await recover(journal, scheduler, lambda _: None)
+        await recover(journal, scheduler, NODE, lambda _: None)
         assert scheduler.sessions() == ()
         found = await journal.trajectory("a")
         assert found is not None
@@ -255,7 +255,7 @@ async def test_a_place_that_this_node_would_not_take_ends_interrupted_and_says_w
         spec=task(harness=HarnessSpec(import_path="session_kit:LATE_HARNESS"), budgets={"retries": 2}),
     )
     async with life(path, import_paths=()) as (journal, scheduler):
-        await recover(journal, scheduler, lambda _: None)
+        await recover(journal, scheduler, NODE, lambda _: None)
         found = await journal.trajectory("a")
         assert found is not None
         assert found.outcome.status == "interrupted"
@@ -274,7 +274,7 @@ async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_
         lost = evolve(first.identity, session_id="a2", attempt=1)
         journal.replaced(evolve(make_trajectory("a", turns=2), retried_as="a2"), lost)
     async with life(path) as (journal, scheduler):
-        await recover(journal, scheduler, lambda _: None)
+        await recover(journal, scheduler, NODE, lambda _: None)
         await scheduler.registry.stop(cancel=False)
         await journal.flushed()
         found = await journal.task("t")
@@ -286,3 +286,19 @@ async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_
             (1, 1, "completed"),
         ]
         assert await journal.unfinished() == ()
+
+
+async def test_a_place_that_had_not_begun_is_run(tmp_path: Path) -> None:
+    """It keeps its session, and costs no retry."""
+    path, said = tmp_path / "journal.sqlite", list[str]()
+    async with open_journal(path, now=time.time) as journal:
+        submitted(journal, "waiting", spec=task(budgets={"retries": 0}))
+    async with life(path) as (journal, scheduler):
+        await recover(journal, scheduler, NODE, said.append)
+        while scheduler.log.open_places:  # noqa: ASYNC110 - real time, and short
+            await trio.sleep(0.01)
+    assert said == []
+    async with open_journal(path, now=time.time) as journal:
+        found = await journal.trajectory("waiting")
+        assert found is not None
+        assert (found.outcome.status, found.attempt) == ("completed", 0)
