@@ -349,15 +349,18 @@ class Captures:
         capture = self.registry.get(Capture, session_id)
         if capture is not None:
             await capture.over.wait()
-        await self._written("the finished trajectory is kept in memory")
+        await self._written("the finished trajectory is kept in memory", session_id)
         found = await self.journal.trajectory(session_id)
         if found is None:
             self.journal.insist_whole()  # it may have been one that could not be written
         return found if found is not None and found.harness == CAPTURE else None
 
-    async def _written(self, meanwhile: str) -> None:
-        """Return when all earlier writes are on disk. Raises DiskFull when that takes too long."""
+    async def _written(self, meanwhile: str, session_id: str = "") -> None:
+        """Return when all earlier writes are on disk, and the log has the end of `session_id`. Raises
+        DiskFull when that takes too long.
+        """
         with trio.move_on_after(WRITTEN_S):
+            await self.registry.results.written(session_id)
             await self.journal.flushed()
             return
         why = self.journal.statistics().warning or "the journal's disk is full or hangs: free some room"

@@ -69,6 +69,12 @@ class Results:
         """Results that the log has not acknowledged."""
         return len(self._waiting)
 
+    async def written(self, session_id: str) -> None:
+        """Return when the log has the result of a session that is over."""
+        while session_id in self._waiting:
+            await self._changed.wait()
+        await trio.lowlevel.checkpoint()
+
     async def delivered(self) -> None:
         """Return when the log has all results."""
         while self._waiting:

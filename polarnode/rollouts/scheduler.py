@@ -292,7 +292,21 @@ class Scheduler:
 
     def _publish_unrun(self, claim: Claim, outcome: Outcome) -> None:
         identity = self.identity_of(claim)
-        self.registry.publish(assemble(identity, claim.spec, (), Result(outcome=outcome)))
+        found = assemble(identity, claim.spec, (), Result(outcome=outcome))
+        found = stamped(found, self.services.versions_of(claim.spec.adapter))
+        self.registry.end(SessionEnd(identity=identity, trajectory=found, cancelled=None))
+        status = LiveSessionStatus(
+            session_id=identity.session_id,
+            task_id=identity.task_id,
+            harness=identity.harness,
+            phase="ended",
+            turns=0,
+            sampled_tokens=0,
+            sample_index=identity.sample_index,
+            attempt=identity.attempt,
+            outcome=outcome.status,
+        )
+        self._list_ended(status)
 
     def _order(self, claim: Claim) -> SessionOrder:
         """The order of a claim's session. Raises Refused if its task would not be accepted here now."""

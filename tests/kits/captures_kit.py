@@ -7,7 +7,7 @@ whole program only to be slow.
 
 import os
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,11 @@ from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import Certificate, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.lifecycle import SessionRegistry
+from polarnode.rollouts.scheduler import Scheduler, make_scheduler
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
 from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
@@ -49,6 +51,7 @@ class Desk:
 
     caller: Caller
     captures: Captures
+    scheduler: Scheduler
     journal: Journal
     tally: NodeCounters
 
@@ -119,12 +122,26 @@ async def open_desk(
             scoring=scoring or Scoring(),
         )
         async with trio.open_nursery() as nursery:
+            scheduler = make_scheduler(
+                SqliteLog(journal),
+                services,
+                nursery,
+                sessions_by_key=sessions_by_key,
+                now=journal.now,
+                most_claimed=0,
+                warm=0,
+            )
+            joined = await scheduler.log.join(NodeFacts(name="node-0"))
+            scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
+            await nursery.start(_background, scheduler.registry.results.run)
+            await nursery.start(_background, scheduler.run)
             captures = Captures(
                 nursery=nursery,
                 services=services,
-                registry=SessionRegistry(services),
+                registry=scheduler.registry,
                 sessions_by_key=sessions_by_key,
                 journal=journal,
+                log=scheduler.log,
                 base_url=f"http{'' if certificate is None else 's'}://{door.host}:{door.port}",
                 port=door.port,
                 limit=limit,
@@ -143,8 +160,18 @@ async def open_desk(
                 extensions=[Extension(rows=rows), polar_extension(service)],
             )
             async with open_server(app, ANYWHERE) as address:
-                yield Desk(Caller(url=f"http://{address.host}:{address.port}"), captures, journal, tally)
+                yield Desk(
+                    Caller(url=f"http://{address.host}:{address.port}"), captures, scheduler, journal, tally
+                )
             nursery.cancel_scope.cancel()
+
+
+async def _background(
+    run: Callable[[trio.Event], Awaitable[None]],
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    task_status.started()
+    await run(trio.Event())
 
 
 def no_container(*_: Any) -> Any:

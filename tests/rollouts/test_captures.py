@@ -19,7 +19,7 @@ from attrs import evolve
 from captures_kit import Desk, Told, asked, in_thread, open_desk
 from fakes_engine import ScriptedEngine, order, until
 from plane_kit import CONTEXT, HandEngine, answers
-from session_kit import town
+from session_kit import scheduling, town
 from weights_kit import simulated_tiny
 
 from polarnode.core.codec import read_capture, read_capture_end
@@ -30,6 +30,8 @@ from polarnode.core.trajectory import Built, Trajectory
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.residency import HOLD_S
 from polarnode.journal.journal import open_journal
+from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.merge.invariants import check
 from polarnode.rollouts import captures
 from polarnode.rollouts.captures import Capture
@@ -306,7 +308,7 @@ async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
                 if found is not None:
                     found.clock.scope.deadline = trio.current_time()
             case "task":
-                await desk.captures.cancel(opened["task_id"])
+                await desk.scheduler.cancel(opened["task_id"])
             case "node":
                 desk.captures.registry.cancel_all()
 
@@ -615,7 +617,7 @@ async def test_no_capture_begins_while_the_disk_is_full(desk: Desk, monkeypatch:
 async def test_cancelling_the_task_ends_open_places_and_those_that_never_began(desk: Desk) -> None:
     opened = await desk.open(task_id="t", num_samples=3)
     await in_thread(Told(opened["env"]).chat)
-    assert await desk.captures.cancel("t")
+    assert await desk.scheduler.cancel("t")
     assert desk.tally.sessions["cancelled"] >= 2
     found = await desk.captures.trajectory(opened["session_id"])
     assert found is not None
@@ -624,8 +626,8 @@ async def test_cancelling_the_task_ends_open_places_and_those_that_never_began(d
     assert record is not None
     assert [place.outcome and place.outcome.status for place in record.sessions] == ["cancelled"] * 3
     assert (await desk.events())[-2:] == ["group:t", "task:t"]
-    assert not await desk.captures.cancel("t")
-    assert not await desk.captures.cancel("another")
+    assert not await desk.scheduler.cancel("t")
+    assert not await desk.scheduler.cancel("another")
 
 
 async def test_a_node_that_stops_ends_them_with_what_they_have_and_opens_no_more(desk: Desk) -> None:
@@ -670,9 +672,10 @@ async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_pa
         await in_thread(Told(opened["env"]).chat)
         await desk.journal.flushed()
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 2.0) as journal, town(tmp_path) as here:
-        here.change(journal=journal)
-        await recover(journal, here.scheduler, lambda text: None)
-        assert here.scheduler.statistics().live == 0, "the node can not run its harness again"
+        services = evolve(here.scheduler.services, journal=journal)
+        async with scheduling(SqliteLog(journal), services, here) as scheduler:
+            await recover(journal, scheduler, NodeFacts(name="n1"), lambda text: None)
+            assert scheduler.statistics().live == 0, "the node can not run its harness again"
         found, record = await journal.trajectory(opened["session_id"]), await journal.task("t")
     assert found is not None
     assert record is not None

@@ -18,7 +18,7 @@ from attrs import define, evolve
 from fakes_runtime import Call, Program
 from journal_samples import write_sessions
 from judge_kit import SaidJudge
-from session_kit import Town, agent, town
+from session_kit import Town, agent, scheduling, task, town
 
 from polarnode.containers.files import workspace_path
 from polarnode.core.errors import Conflict, EvaluatorError, JournalDamaged, Refused
@@ -27,6 +27,8 @@ from polarnode.core.task import EvaluationSpec, EvaluatorSpec, RuntimeSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import Filters
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.support.concurrency import open_background
@@ -66,8 +68,10 @@ class Place:
     evaluations: Evaluations
 
     async def session(self, **more: Any) -> Trajectory:
-        (session_id,) = self.town.submit(**more)
-        await self.town.over()
+        _, (session_id,) = await self.town.scheduler.submit(task(**more))
+        with trio.fail_after(60):
+            while self.town.scheduler.log.open_places:  # noqa: ASYNC110 - real time, and short
+                await trio.sleep(0.005)
         await self.journal.flushed()
         found = await self.journal.trajectory(session_id)
         assert found is not None
@@ -105,9 +109,13 @@ async def place(tmp_path: Path, content: bytes = b"42") -> AsyncIterator[Place]:
         town(tmp_path / "sessions", writes(content)) as around,
     ):
         (tmp_path / "sessions").mkdir(exist_ok=True)
-        around.change(journal=journal)
-        async with evaluating(around, journal) as evaluations:
-            yield Place(around, journal, evaluations)
+        services = evolve(around.scheduler.services, journal=journal)
+        async with scheduling(SqliteLog(journal), services, around) as scheduler:
+            joined = await scheduler.log.join(NodeFacts(name="n0"))
+            scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
+            around.scheduler = scheduler
+            async with evaluating(around, journal) as evaluations:
+                yield Place(around, journal, evaluations)
 
 
 @asynccontextmanager
@@ -175,7 +183,7 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
         bare = await here.session(evaluator=user("READS"))
         kept = await here.session(evaluator=user("WHOLE"), runtime=KEEPS)
         write_sessions(here.journal)  # sessions of another harness, which never had a container
-        here.town.submit(evaluator=user("HANGS"))
+        await here.town.scheduler.submit(task(evaluator=user("HANGS")))
         await here.town.until("post")
         (running,) = (each.session_id for each in here.town.scheduler.sessions() if each.outcome is None)
         await here.journal.flushed()
@@ -222,9 +230,11 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
 
 async def test_a_session_that_was_cut_off_gets_no_reward(tmp_path: Path) -> None:
     async with place(tmp_path) as here:
-        (session_id,) = here.town.submit(budgets={"run_s": 60.0}, evaluator=user("WHOLE"))
-        here.town.scheduler.cancel_session(session_id)
-        await here.town.over()
+        _, (session_id,) = await here.town.scheduler.submit(
+            task(budgets={"run_s": 60.0}, evaluator=user("WHOLE"))
+        )
+        await until(lambda: here.town.scheduler.cancel_session(session_id))
+        await until(lambda: not here.town.scheduler.log.open_places)
         await here.journal.flushed()
         (one,) = (await here.again(session_id)).sessions
         assert one.state == "failed"

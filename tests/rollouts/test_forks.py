@@ -17,6 +17,7 @@ from polarnode.core.task import ForkSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Built, Damaged, ForkedFrom, Outcome, Trajectory
 from polarnode.journal.forks import ForkParent
 from polarnode.journal.journal import open_journal
+from polarnode.journal.log.port import NodeFacts
 from polarnode.merge.attach import References
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import asked_fork
@@ -117,7 +118,7 @@ async def test_a_node_that_is_killed_keeps_a_partial_fork_and_forks_again(tmp_pa
                     await trio.sleep(0.02)
             raise KeyError("as if it were killed")
     async with life(path, programs()) as (journal, scheduler, _):
-        await recover(journal, scheduler, lambda _: None)
+        await recover(journal, scheduler, NodeFacts(name="n1"), lambda _: None)
     async with open_journal(path, now=time.time) as journal:
         lost = await journal.trajectory(name)
         assert lost is not None
@@ -205,6 +206,8 @@ async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -
 async def test_the_next_attempt_of_a_fork_has_inherited_nothing_yet(tmp_path: Path) -> None:
     async with life(tmp_path / "journal.sqlite", {}) as (_, scheduler, _):
         identity = scheduler.identity_of(claim_of("s2", task(fork=ForkSpec(session="p", turn=3)), attempt=1))
-        assert identity.forked_from == ForkedFrom(session_id="p", turn=3, got=3, by="replay")
+        assert identity.forked_from == ForkedFrom(
+            session_id="p", turn=3, got=3, by=ForkSpec(session="p", turn=3).by
+        )
         assert (identity.attempt, identity.continued_from) == (1, None)
         assert scheduler.identity_of(claim_of("s", task())).forked_from is None

@@ -20,7 +20,7 @@ from polarnode.core.codec.tasks import task_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
-from polarnode.core.task import EvaluationSpec, TaskSpec
+from polarnode.core.task import CAPTURE, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts, member_of
 from polarnode.journal import entries, pending_callbacks, queries, retention
@@ -537,8 +537,10 @@ def _unfinished_tasks(db: Connection) -> list[dict[str, Any]]:
                     "SELECT session_id FROM sessions WHERE task_id = ? AND identity IS NOT NULL", (task_id,)
                 )
             }
+            # nobody comes back to take the places of captures: those who opened them lost their sessions
+            lost = record.spec.harness.name == CAPTURE
             sessions = {
-                each.sample_index: (each.session_id, each.attempt, each.session_id in began)
+                each.sample_index: (each.session_id, each.attempt, lost or each.session_id in began)
                 for each in record.sessions
                 if each.outcome is None
             }
