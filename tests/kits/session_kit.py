@@ -240,10 +240,11 @@ async def town(
             services,
             nursery,
             sessions_by_key=sessions_by_key,
-            now=notes.pack_time,
+            now=lambda: 0.0,
             most_claimed=1_000,
             warm=warm,
         )
+        scheduler.registry.results.now = notes.pack_time
         joined = await log.join(NodeFacts(name="n0"))
         scheduler.incarnation = joined.incarnation
         async with open_background(scheduler.registry.results.run), open_background(scheduler.run):

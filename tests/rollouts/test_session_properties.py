@@ -158,7 +158,7 @@ def test_a_node_left_by_force_leaves_nothing_open(
     groups: list[Group], blows: list[Blow], limits: dict[str, int], force_at: float
 ) -> None:
     logging.disable(logging.CRITICAL)
-    place = play(groups, blows, limits, force_at=force_at)
+    place = play(groups, blows, limits, force_at=force_at + 0.001)  # once it is open
     logging.disable(logging.NOTSET)
     place.check_left()
     ended = [each.session_id for each in place.published]

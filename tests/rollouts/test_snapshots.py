@@ -281,7 +281,7 @@ async def test_what_is_gone_or_damaged_is_refused_in_a_sentence(
         found = await here.one(snapshot_at=SnapshotSpec(turns=(1, 2, 3)))
     session_id = found.session_id
     with pytest.raises(
-        ForkError, match=r"no snapshot of session \w+ at turn 0 \(there are some at 1, 2, 3\)"
+        ForkError, match=r"no snapshot of session \S+ at turn 0 \(there are some at 1, 2, 3\)"
     ):
         read_snapshot(tmp_path, session_id, 0)
     with pytest.raises(ForkError, match="its task asked for none"):
