@@ -8,6 +8,8 @@ passed over in silence.
 from collections.abc import Callable
 from typing import Any, Final
 
+from attrs import evolve
+
 from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
 from polarnode.core.errors import Refused, Unreadable
 from polarnode.core.status import Consumer
@@ -156,7 +158,7 @@ def _trajectory_body(db: Database, encode: Callable[[Trajectory], bytes], sessio
 
 
 BODY: Final = (
-    "SELECT part, data FROM bodies JOIN sessions USING (session_id, written_by)"
+    "SELECT part, data, retried_as FROM bodies JOIN sessions USING (session_id, written_by)"
     " WHERE session_id = %s AND outcome IS NOT NULL ORDER BY part"
 )
 
@@ -168,7 +170,9 @@ def trajectory(db: Database, session_id: str) -> Trajectory | None:
         return None
     with decoding():
         turns = [unpack_turn(bytes(row["data"])) for row in rows[1:]]
-        return unpack_trajectory(bytes(rows[0]["data"]), turns)
+        whole = unpack_trajectory(bytes(rows[0]["data"]), turns)
+        # which session has its place now is known after it was packed
+        return evolve(whole, retried_as=rows[0]["retried_as"])
 
 
 # ── consumers ─────────────────────────────────────────────────────────────────

@@ -211,6 +211,15 @@ def take_place(db: Database, task_id: str, sample_index: int, incarnation: int) 
     return next(map(read_claim, db.execute(TAKE_NAMED, values).fetchall()), None)
 
 
+OPEN: Final = "SELECT count(*) AS count FROM (SELECT 1 FROM places WHERE state <> 'over' LIMIT %s) AS open"
+
+
+def count_open(db: Database, limit: int) -> int:
+    """The places that are not over, at most so many."""
+    row = db.execute(OPEN, (limit,)).fetchone()
+    return 0 if row is None else int(row["count"])
+
+
 def claims(db: Database, incarnation: int) -> tuple[Claim, ...]:
     return tuple(map(read_claim, db.execute(HELD, (incarnation,)).fetchall()))
 

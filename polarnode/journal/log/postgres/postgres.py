@@ -67,6 +67,8 @@ T = TypeVar("T")
 
 SIGN_S: Final = 1.0  # between signs of life; and the longest that a change which nobody notified goes unseen
 LISTEN_S: Final = 0.25  # one wait for notifications: so long may a sign that is due be late, and closing take
+# open places that are counted: no node takes tasks beyond it, and counting takes some milliseconds
+COUNTED_PLACES: Final = 50_000
 RETRY_S: Final = 0.5  # between attempts to reach a log that is away
 
 
@@ -80,6 +82,7 @@ class PostgresLog:
     _retention: Retention = field(factory=Retention)
     _recent: Recent = field(factory=Recent)
     _news: News = field(factory=News)
+    open_places: int = field(default=0, init=False)
     incarnation: int | None = field(default=None, init=False)
     lost: trio.Event = field(
         factory=trio.Event, init=False
@@ -220,6 +223,7 @@ class PostgresLog:
                     "node incarnation %d gave no sign of life for its lease: it is lost", incarnation
                 )
         await self.put_back_lost()
+        self.open_places = await self._watcher.run(places.count_open, COUNTED_PLACES)
 
     # ── events and consumers ──────────────────────────────────────────────────
 
