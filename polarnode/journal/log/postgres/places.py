@@ -211,12 +211,14 @@ def take_place(db: Database, task_id: str, sample_index: int, incarnation: int) 
     return next(map(read_claim, db.execute(TAKE_NAMED, values).fetchall()), None)
 
 
-OPEN: Final = "SELECT count(*) AS count FROM (SELECT 1 FROM places WHERE state <> 'over' LIMIT %s) AS open"
+COUNT_OPEN: Final = (
+    "SELECT count(*) AS count FROM (SELECT 1 FROM places WHERE state <> 'over' LIMIT %s) AS open"
+)
 
 
 def count_open(db: Database, limit: int) -> int:
     """The places that are not over, at most so many."""
-    row = db.execute(OPEN, (limit,)).fetchone()
+    row = db.execute(COUNT_OPEN, (limit,)).fetchone()
     return 0 if row is None else int(row["count"])
 
 
