@@ -42,6 +42,7 @@ from polarnode.journal.log.port import (
     NodeRow,
     Offer,
 )
+from polarnode.journal.log.rules import check_names, ending_cause, gap_of
 from polarnode.journal.pending_callbacks import EVENT_KINDS
 from polarnode.journal.queries import Recent
 from polarnode.journal.retention import MOST, Moment
@@ -139,10 +140,7 @@ def submit(
     callback_kinds: tuple[str, ...],
     submitted: float,
 ) -> TaskRecord:
-    texts = [task_id, spec.group_id or "", idempotency_key or "", spec.callback_url or "", *session_ids]
-    texts += [spec.adapter, spec.runtime.image, *spec.requires, *spec.requires.values()]
-    if any("\0" in text for text in texts):
-        raise Refused("ids, keys, labels and URLs must not contain the character U+0000")
+    check_names(spec, task_id, session_ids, idempotency_key)
     found = None if idempotency_key is None else queries.task_of_key(db, idempotency_key)
     if found is not None:
         return found
@@ -268,11 +266,9 @@ def _claim(row: Mapping[str, Any]) -> Claim:
 
 
 def _ending(row: Mapping[str, Any]) -> EndingCause | None:
-    if row["cancelled"] is not None:
-        return "cancelled"
-    if row["enough"]:
-        return "early stop"
-    return "retries spent" if row["spent"] else None
+    return ending_cause(
+        cancelled=row["cancelled"] is not None, enough=bool(row["enough"]), spent=bool(row["spent"])
+    )
 
 
 def finish(db: Connection, claimed: Claim, ended: Ended) -> FinishAnswer:
@@ -495,24 +491,12 @@ def _last(db: Connection) -> int:
 def find_gap(db: Connection, asked: Cursor) -> LogGap | None:
     name, last = identity(db), _last(db)
     pruned = int(_one(db, "SELECT value FROM meta WHERE name = 'pruned'"))
-    if asked.log not in ("", name):
-        number = _one(db, "SELECT number FROM identities WHERE identity = ?", asked.log)
-        if number is None:
-            reason = f"this log does not know the log {asked.log}: it is read from its beginning"
-            return LogGap(asked=asked, log=name, position=pruned, reason=reason)
-        after = _one(db, "SELECT min(after) FROM identities WHERE number > ?", number)
-        if after is not None and asked.position > after:
-            reason = (
-                f"the log {asked.log} was lost after event {after}: what was read of it beyond is not here"
-            )
-            return LogGap(asked=asked, log=name, position=after, reason=reason)
-    if asked.position > last:
-        reason = f"the log ends at event {last}: it was restored, and nobody said so (mark it as restored)"
-        return LogGap(asked=asked, log=name, position=last, reason=reason)
-    if asked.position < pruned:
-        reason = f"retention deleted the events up to {pruned}"
-        return LogGap(asked=asked, log=name, position=pruned, reason=reason)
-    return None
+    number = _one(db, "SELECT number FROM identities WHERE identity = ?", asked.log)
+    lost_after = (
+        None if number is None else _one(db, "SELECT min(after) FROM identities WHERE number > ?", number)
+    )
+    known = number is not None
+    return gap_of(asked, log=name, last=last, pruned=pruned, known=known, lost_after=lost_after)
 
 
 def read_events(
