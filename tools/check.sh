@@ -19,21 +19,30 @@ $bin/lint-imports
 step tests
 coverage=$(mktemp -d)
 trap 'rm -rf "$coverage"' EXIT
-tests() { # FILE PYTEST_ARGUMENT…
-  $bin/python -m slipcover --immediate --source polarnode --json --out "$coverage/$1" -m pytest "${@:2}"
+tests() { # NAME PYTEST_ARGUMENT…
+  $bin/python -m slipcover --immediate --source polarnode --json --out "$(mktemp -u "$coverage/XXXXXX.json")" -m pytest -o cache_dir="$coverage/$1.cache" "${@:2}"
+}
+# At most three failures of a half are run once more, alone: of 12,500 tests with real engines and containers on two busy cores, one races in some whole
+# runs. Whatever fails alone too fails the check; what passes is named, and is a fault of the test or of the product that has to be found.
+again() { # NAME
+  local failures="$coverage/$1.cache/v/cache/lastfailed"
+  [ -s "$failures" ] && [ "$($bin/python -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' "$failures")" -le 3 ] || return 1
+  step "what failed beside others, once more, alone"
+  tests "$1" --last-failed --last-failed-no-failures none || return 1
+  printf 'FLAKY: the tests above failed once and passed alone\n'
 }
 if [ $# -gt 0 ]; then
-  tests all.json "$@"
+  tests all "$@"
 else
   # Two halves side by side: most tests of the first wait for engines, containers and processes. The second's output is printed after the first's.
   first=(tests/live tests/hostile tests/recovery tests/containers tests/fleet)
-  tests second.json "${first[@]/#/--ignore=}" >"$coverage/second" 2>&1 &
+  tests second "${first[@]/#/--ignore=}" >"$coverage/second" 2>&1 &
   pid=$!
   trap 'kill $pid 2>/dev/null || true; rm -rf "$coverage"' EXIT
-  failed=0
-  tests first.json "${first[@]}" || failed=1
-  wait $pid || failed=1
+  failed=()
+  tests first "${first[@]}" || { [ $? = 1 ] || exit 1; failed+=(first); } # pytest's 1: tests failed; all else is no test's failure
+  wait $pid || { [ $? = 1 ] || exit 1; failed+=(second); }
   cat "$coverage/second"
-  [ $failed = 0 ] || exit 1
+  for half in "${failed[@]}"; do again "$half" || exit 1; done
 fi
 $bin/python -m slipcover --merge "$coverage"/*.json --out "$coverage/merged" --skip-covered --fail-under 80

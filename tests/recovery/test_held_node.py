@@ -15,13 +15,14 @@ pytestmark = pytest.mark.podman
 
 SESSIONS = 5
 TURNS = 20
-# a cache that two of these sessions fill before their end
+# A cache that two of these sessions fill before their end. A session takes 20 turns of 0.33 s: longer than a
+# busy machine starts its container, so that sessions overlap and calls are held in both lives.
 SETTINGS = """
 engine = "simulated"
 warm = 0
 init_limit = 2
 [simulated]
-tokens_per_s = 400.0
+tokens_per_s = 100.0
 first_token_s = 0.01
 answer_tokens = 32
 kv_tokens = 2400

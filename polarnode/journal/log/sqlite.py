@@ -45,6 +45,7 @@ from polarnode.journal.log.port import (
     NodeRow,
     Offer,
 )
+from polarnode.journal.log.rules import check_names, gap_of
 from polarnode.journal.pending_callbacks import EVENT_KINDS
 from polarnode.journal.retention import Moment
 from polarnode.journal.schema import snapshot
@@ -92,10 +93,7 @@ class SqliteLog:
         callback_kinds: tuple[str, ...] = EVENT_KINDS,
         submitted: float,
     ) -> TaskRecord:
-        texts = [task_id, spec.group_id or "", idempotency_key or "", spec.callback_url or "", *session_ids]
-        texts += [spec.adapter, spec.runtime.image, *spec.requires, *spec.requires.values()]
-        if any("\0" in text for text in texts):
-            raise Refused("ids, keys, labels and URLs must not contain the character U+0000")
+        check_names(spec, task_id, session_ids, idempotency_key)
         while True:
             await self.journal.flushed()
             known = None if idempotency_key is None else await self.journal.task_of_key(idempotency_key)
@@ -594,24 +592,10 @@ def _mark_restored(db: Connection) -> None:
 def _find_gap(db: Connection, journal: str, asked: Cursor) -> LogGap | None:
     name, last, restores = _identity(db, journal), _last(db), _restores(db)
     (pruned,) = db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
-    if asked.log not in ("", name):
-        names = [journal, *(f"{journal}-{number}" for number in range(1, len(restores) + 1))]
-        if asked.log not in names:
-            reason = f"this log does not know the log {asked.log}: it is read from its beginning"
-            return LogGap(asked=asked, log=name, position=pruned, reason=reason)
-        after = min(restores[names.index(asked.log) :])
-        if asked.position > after:
-            reason = (
-                f"the log {asked.log} was lost after event {after}: what was read of it beyond is not here"
-            )
-            return LogGap(asked=asked, log=name, position=after, reason=reason)
-    if asked.position > last:
-        reason = f"the log ends at event {last}: it was restored, and nobody said so (mark it as restored)"
-        return LogGap(asked=asked, log=name, position=last, reason=reason)
-    if asked.position < pruned:
-        reason = f"retention deleted the events up to {pruned}"
-        return LogGap(asked=asked, log=name, position=pruned, reason=reason)
-    return None
+    names = [journal, *(f"{journal}-{number}" for number in range(1, len(restores) + 1))]
+    known = asked.log in names
+    lost_after = min(restores[names.index(asked.log) :], default=None) if known else None
+    return gap_of(asked, log=name, last=last, pruned=pruned, known=known, lost_after=lost_after)
 
 
 def _prune(db: Connection, *, kept: Retention, now: float, limit: int, present: frozenset[str]) -> None:

@@ -1,6 +1,7 @@
 """Parts of the log in PostgreSQL that are wrong in ways of their own: order of names, takeovers, two at once."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from journal_samples import make_spec
 from log_kit import NOW, claim, end, join, open_postgres, submit
@@ -9,9 +10,10 @@ from polarnode.core.task import EvaluationSpec
 from polarnode.core.trajectory import Outcome
 from polarnode.groups.group import Facts
 from polarnode.journal.log.endings import task_ending
-from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.port import Cursor, NodeFacts
 from polarnode.journal.log.postgres import evaluations, membership, queries, weights
 from polarnode.journal.log.postgres.connection import open_database
+from polarnode.journal.log.rules import gap_of
 
 
 def test_task_ending_bodies() -> None:
@@ -79,3 +81,16 @@ def test_two_versions_served_at_once(dsn: str) -> None:
         assert all(pool.map(serve, range(8)))
     with open_database(dsn, name="x") as db:
         assert len([each for each in weights.weights(db, adapters=False, limit=None) if each.current]) == 1
+
+
+def test_gap_of_each_cursor() -> None:
+    """Where a reader goes on that asks after position 7 or 3, by what this log knows of the one it read."""
+    here: dict[str, Any] = {"log": "b", "last": 9, "pruned": 4}
+    assert gap_of(Cursor(position=7, log="b"), **here, known=True, lost_after=None) is None
+    found = [
+        gap_of(Cursor(position=7, log="x"), **here, known=False, lost_after=None),
+        gap_of(Cursor(position=7, log="a"), **here, known=True, lost_after=6),
+        gap_of(Cursor(position=11, log="b"), **here, known=True, lost_after=None),
+        gap_of(Cursor(position=3), **here, known=False, lost_after=None),
+    ]
+    assert [each and each.position for each in found] == [4, 6, 9, 4]

@@ -17,6 +17,7 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.journal.damage import decoding, encoded
 from polarnode.journal.log.port import Cursor, LogGap, LogPage
 from polarnode.journal.log.postgres.connection import Database
+from polarnode.journal.log.rules import gap_of
 from polarnode.journal.queries import PAGE_BYTES, Recent
 from polarnode.journal.retention import MOST
 from polarnode.journal.values import (
@@ -66,25 +67,8 @@ def find_gap(db: Database, asked: Cursor) -> tuple[LogGap | None, str, int, int,
     row = db.execute(WHERE_WE_ARE, {"log": asked.log}).fetchone()
     assert row is not None
     name, last, pruned = row["identity"], row["position"], row["pruned"]
-    after, reason = asked.position, None
-    if asked.log not in ("", name):
-        if not row["known"]:
-            after = pruned
-            reason = f"this log does not know the log {asked.log}: it is read from its beginning"
-        elif row["next"] is not None and asked.position > row["next"]:
-            after = row["next"]
-            reason = (
-                f"the log {asked.log} was lost after event {after}: what was read of it beyond that is not in"
-                " this log, or comes again under the same keys"
-            )
-    if reason is None and after > last:
-        after = last
-        reason = f"the log ends at event {last}: it was restored, and nobody said so (mark it as restored)"
-    if reason is None and after < pruned:
-        reason = f"retention deleted the events up to {pruned}"
-        after = pruned
-    gap = None if reason is None else LogGap(asked=asked, log=name, position=after, reason=reason)
-    return gap, name, after, pruned, last
+    gap = gap_of(asked, log=name, last=last, pruned=pruned, known=bool(row["known"]), lost_after=row["next"])
+    return gap, name, asked.position if gap is None else gap.position, pruned, last
 
 
 EVENT: Final = (

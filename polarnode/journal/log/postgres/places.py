@@ -15,7 +15,7 @@ from psycopg.types.json import Jsonb
 
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.codec.tasks import task_json
-from polarnode.core.errors import Conflict, JournalError, Refused
+from polarnode.core.errors import Conflict, JournalError
 from polarnode.core.task import CAPTURE, TaskSpec
 from polarnode.core.trajectory import Outcome
 from polarnode.groups.group import Facts, member_of
@@ -29,6 +29,7 @@ from polarnode.journal.log.port import (
     fork_parent_id,
 )
 from polarnode.journal.log.postgres.connection import Database
+from polarnode.journal.log.rules import check_names, ending_cause
 from polarnode.merge.trajectory import Identity
 
 logger = logging.getLogger(__name__)
@@ -68,10 +69,7 @@ def submit(
     submitted: float,
 ) -> str:
     """Write a task. Gives its id: that of the task of this key, where there is one."""
-    texts = [task_id, spec.group_id or "", idempotency_key or "", spec.callback_url or "", *session_ids]
-    texts += [spec.adapter, spec.runtime.image, *spec.requires, *spec.requires.values()]
-    if any("\0" in text for text in texts):
-        raise Refused("ids, keys, labels and URLs must not contain the character U+0000")
+    check_names(spec, task_id, session_ids, idempotency_key)
     values = {
         "task": task_id,
         "group": spec.group_id or task_id,
@@ -242,11 +240,9 @@ def read_claim(row: Mapping[str, Any]) -> Claim:
 
 
 def _ending(row: Mapping[str, Any]) -> EndingCause | None:
-    if row["cancelled"] is not None:
-        return "cancelled"
-    if row["enough"]:
-        return "early stop"
-    return "retries spent" if row["spent"] else None
+    return ending_cause(
+        cancelled=row["cancelled"] is not None, enough=bool(row["enough"]), spent=bool(row["spent"])
+    )
 
 
 def session_started(db: Database, identity: Identity, incarnation: int | None) -> None:

@@ -1,0 +1,55 @@
+"""What every implementation of the log decides alike, once it has read its own tables. Pure."""
+
+from collections.abc import Sequence
+
+from polarnode.core.errors import Refused
+from polarnode.core.task import TaskSpec
+from polarnode.journal.log.port import Cursor, EndingCause, LogGap
+
+
+def check_names(
+    spec: TaskSpec, task_id: str, session_ids: Sequence[str], idempotency_key: str | None
+) -> None:
+    """Raise Refused for a name with the character U+0000, which no text of PostgreSQL can hold."""
+    texts = [task_id, spec.group_id or "", idempotency_key or "", spec.callback_url or "", *session_ids]
+    texts += [spec.adapter, spec.runtime.image, *spec.requires, *spec.requires.values()]
+    if any("\0" in text for text in texts):
+        raise Refused("ids, keys, labels and URLs must not contain the character U+0000")
+
+
+def ending_cause(*, cancelled: bool, enough: bool, spent: bool) -> EndingCause | None:
+    """Why a place is to be ended and not run. `enough`: its group needs no more sessions; `spent`: it was
+    lost once more than its task's retries allow.
+    """
+    if cancelled:
+        return "cancelled"
+    if enough:
+        return "early stop"
+    return "retries spent" if spent else None
+
+
+def gap_of(
+    asked: Cursor, *, log: str, last: int, pruned: int, known: bool, lost_after: int | None
+) -> LogGap | None:
+    """What a reader misses that asks for the events after a cursor. `last` and `pruned`: the last position of
+    this log, and the last that retention deleted. `known`: this log was once named `asked.log`; `lost_after`:
+    the last position of that history that this one has, None where it has all.
+    """
+    after, reason = asked.position, None
+    if asked.log not in ("", log):
+        if not known:
+            after = pruned
+            reason = f"this log does not know the log {asked.log}: it is read from its beginning"
+        elif lost_after is not None and asked.position > lost_after:
+            after = lost_after
+            reason = (
+                f"the log {asked.log} was lost after event {after}: what was read of it beyond that is not in"
+                " this log, or comes again under the same keys"
+            )
+    if reason is None and after > last:
+        after = last
+        reason = f"the log ends at event {last}: it was restored, and nobody said so (mark it as restored)"
+    if reason is None and after < pruned:
+        reason = f"retention deleted the events up to {pruned}"
+        after = pruned
+    return None if reason is None else LogGap(asked=asked, log=log, position=after, reason=reason)
