@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # a fleet's front has no engine, no journal and no containers
     from polarnode.api.metrics import Figures
     from polarnode.engine.weight_values import PauseOrder
     from polarnode.journal.journal import Journal
+    from polarnode.journal.log.port import Log
 
 # ── the port ────────────────────────────────────────────────────────────
 
@@ -75,7 +76,11 @@ class Service(Protocol):
 
     @property
     def journal(self) -> "Journal":
-        """The journal of events and of consumers' positions."""
+        """The journal of the node's own sessions."""
+
+    @property
+    def log(self) -> "Log":
+        """The log of tasks, events and consumers' positions, which other nodes may share."""
 
     @property
     def generation(self) -> Generation: ...

@@ -118,8 +118,11 @@ class NodeConfig:
     # names in `Host` that are served besides loopback's and `host`; with a token every name is
     allowed_hosts: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
-    # a fleet's join token: where its front is, and the token of all; the node announces itself there
-    join: str | None = field(default=None, repr=False)
+    # the PostgreSQL that nodes share as their log, as libpq reads it: tasks, events, consumers and weights.
+    # None: the log of a node alone, in its own journal. Not shown, because it may hold a password
+    log: str | None = field(default=None, repr=False)
+    # the address at which the other nodes of that log reach this one; None: its host and port
+    url: str | None = None
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     # file that whoever started the node holds a lock on; None: the node lives until it is stopped
     lifeline: str | None = None

@@ -40,6 +40,7 @@ from polarnode.http.server import (
     open_server,
 )
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import Log
 from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import check_task, full_disk
 from polarnode.rollouts.captures import Captures
@@ -70,7 +71,8 @@ class Node:
     """A node that runs. Satisfies the control plane's `Service`."""
 
     config: NodeConfig
-    journal: Journal
+    journal: Journal  # of its own sessions' turns, and its log where it is alone
+    log: Log
     engines: Engines
     runtimes: Runtimes | AbsentRuntimes
     images: Images
@@ -113,7 +115,7 @@ class Node:
             raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAINING_S)
         check_task(
             self.journal.statistics(),
-            pending=self.scheduler.log.open_places,
+            pending=self.log.open_places,
             more=spec.num_samples,
             limit=self.config.pending_limit,
         )

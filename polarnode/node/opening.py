@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from socket import socket
 
@@ -24,6 +25,7 @@ from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
 from polarnode.containers.runtimes import AbsentRuntimes, Runtimes, open_runtimes
 from polarnode.core.errors import ConfigError, EngineError, ModelError, boundary
+from polarnode.core.fleet import every_label
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect
@@ -42,9 +44,10 @@ from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Log, NodeFacts
+from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.node import Node, open_captures
+from polarnode.node.node import Node, control_certificate, open_captures
 from polarnode.node.settings import (
     engine_settings,
     retention_of,
@@ -172,16 +175,18 @@ STARTING_ENGINE = "starting the engine"  # as it is reported
 
 @asynccontextmanager
 async def open_node(
-    config: NodeConfig, *, report: Report, images: Images | None = None
+    config: NodeConfig, *, report: Report, url: str = "", images: Images | None = None
 ) -> AsyncIterator[Node]:
     """A node that runs, its journal recovered. `report` is called for each step that takes time. Sessions
-    still live at the end are cancelled. `images`: those that are being built already.
+    still live at the end are cancelled. `url`: where its control plane is served, for the other nodes of its
+    log. `images`: those that are being built already.
     """
     lift_descriptor_limit()
     state, formats = _private_state(config), callback_formats(node=config.node_id)
     async with (
         open_judges(config.judges, os.environ) as judges,
         _open_journal(config, formats) as journal,
+        _open_log(config, journal) as log,
         open_callbacks(journal, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
         config, model = await _with_model(config, report)
@@ -195,16 +200,14 @@ async def open_node(
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
             adapters = await _restored(config, weights, report)
             images = images or Images(settings=runtimes.settings, log=state / "images.log", report=report)
-            served, log = _served(engines, model), SqliteLog(journal)
+            served = _served(engines, model)
             plane = _plane(config, served)
             async with (
                 _open_sessions(
                     config, journal, log, engines, runtimes, images, judges, model, plane, scoring
                 ) as scheduler,
             ):
-                await recover(
-                    journal, scheduler, NodeFacts(name=config.node_id, labels=config.labels), report
-                )
+                await recover(journal, scheduler, _facts(config, url), report)
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
@@ -216,6 +219,7 @@ async def open_node(
                         node = Node(
                             config=config,
                             journal=journal,
+                            log=log,
                             engines=engines,
                             runtimes=runtimes,
                             images=images,
@@ -289,6 +293,28 @@ def _open_journal(
         now=time.time,
         retention=retention_of(config),
         callback_kinds={name: each.kinds for name, each in formats.items()},
+    )
+
+
+@asynccontextmanager
+async def _open_log(config: NodeConfig, journal: Journal) -> AsyncIterator[Log]:
+    """The log that the node shares with others, or its own."""
+    if config.log is None:
+        yield SqliteLog(journal)
+    else:
+        async with open_postgres_log(config.log, name=config.node_id, retention=retention_of(config)) as log:
+            yield log
+
+
+def _facts(config: NodeConfig, url: str) -> NodeFacts:
+    """What the other nodes are told of this one."""
+    certificate = control_certificate(config)
+    return NodeFacts(
+        name=config.node_id,
+        url=config.url or url,
+        certificate="" if certificate is None else certificate.digest,
+        version=version("polarnode"),
+        labels=every_label(config.labels, node=config.node_id, model=config.model),
     )
 
 

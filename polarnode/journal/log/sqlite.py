@@ -18,7 +18,7 @@ from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.packing import unpack_turn
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Conflict, Refused
+from polarnode.core.errors import Conflict
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import CAPTURE, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
