@@ -12,7 +12,6 @@ import click
 
 from polarnode.cli import NODE
 from polarnode.cli.file_commands import FILE_COMMANDS
-from polarnode.cli.fleet import fleet
 from polarnode.cli.image import image
 from polarnode.cli.options import (
     as_exit,
@@ -96,9 +95,9 @@ class CommandGroup(click.Group):
     help="Port to listen on; 0 takes a free one. [default: 8080]",
 )
 @click.option(
-    "--join",
+    "--log",
     metavar="@FILE",
-    help="Join a fleet: a file with the join token that its front prints. [default: POLARNODE_JOIN]",
+    help="PostgreSQL shared with other nodes: a file with its DSN. [default: POLARNODE_LOG, or none]",
 )
 @click.option("--tls-cert", help="PEM file of the control plane's certificate with its chain.")
 @click.option("--tls-key", help="PEM file of its key.")
@@ -513,7 +512,6 @@ def gym_agent(
     )
 
 
-main.add_command(fleet)
 main.add_command(image)
 add_verbs(main)
 for command in FILE_COMMANDS:

@@ -36,7 +36,7 @@ CONVERTED = (
     "config_file",
     "gpus",
     "import_paths",
-    "join",
+    "log",
     "allowed_hosts",
     "adapters",
     "engine_args",
@@ -265,8 +265,8 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
             flags[name] = {first: second for first, _, second in named}
     if params.get("engine_args"):
         flags["engine_args"] = dict(map(_engine_argument, params["engine_args"]))
-    if params.get("join") is not None:
-        flags["join"] = _secret_of("--join", params["join"])
+    if params.get("log") is not None:
+        flags["log"] = _secret_of("--log", params["log"])
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()
@@ -297,7 +297,7 @@ def _secret_of(option: str, given: str) -> str:
     """The text of the file that an option names as @FILE: command lines are visible to others."""
     if not given.startswith("@"):
         raise ConfigError(
-            f"{option} takes @FILE, for command lines are visible to others; or set POLARNODE_JOIN"
+            f"{option} takes @FILE, for command lines are visible to others; or set POLARNODE_LOG"
         )
     with boundary(ConfigError, f"{option} {given} cannot be read"):
         return Path(given[1:]).read_text().strip()

@@ -19,14 +19,13 @@ from polarnode.cli.progress import Steps
 from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
-from polarnode.fleet.join_token import read_join_token
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.integrations.nemo_gym.app import Lost, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node import checks
 from polarnode.node.config import NodeConfig, check_hosts
-from polarnode.node.joining import FleetEntry, joining_config
+from polarnode.node.joining import joining_config, url_of
 from polarnode.node.node import Node, control_certificate
 from polarnode.node.opening import STARTING_ENGINE, open_node
 from polarnode.node.orphan import orphaned
@@ -70,19 +69,14 @@ async def _serve(config: NodeConfig, listener: socket, console: Console) -> None
         starting = StartingNode(listener, control_certificate(config), partial(_waits_for, steps))
         await nursery.start(starting.serve)
         async with (
-            open_node(config, report=steps.report) as node,
+            open_node(config, report=steps.report, url=url_of(config, listener)) as node,
             serve_control_plane(node, starting.hand_over()) as address,
             open_background(partial(_stop_as_orphan, node, stop)),
-            open_background(partial(_announce, node, address)),
         ):
             steps.end()
             logger.info("node %s serves model %s: it takes tasks", config.node_id, node.model.name)
             scheme = "http" if config.tls_cert is None else "https"
             url = f"{scheme}://{address.host}:{address.port}"
-            if config.join is not None:
-                console.print(
-                    f"· joining the fleet of {read_join_token(config.join).url}", style="dim", soft_wrap=True
-                )
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
             if config.engine == "simulated":
                 console.print(
@@ -117,16 +111,6 @@ async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> N
     await orphaned(Path(config.lifeline), lambda: False, config.orphan_s)
     logger.warning("nobody has held or followed this node for %g s: it ends", config.orphan_s)
     stop()
-
-
-async def _announce(node: Node, served: Address, ready: trio.Event) -> None:
-    """Announce a node that has a join token to the front of its fleet."""
-    config = node.config
-    ready.set()
-    if config.join is None:
-        return
-    node.entry = entry = FleetEntry(config=config, token=read_join_token(config.join))
-    await entry.announce(served)
 
 
 async def _end(node: Node, console: Console) -> None:

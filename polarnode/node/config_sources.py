@@ -8,13 +8,12 @@ import tomllib
 from collections.abc import Mapping
 from typing import Literal, get_origin
 
-from attrs import evolve, fields
+from attrs import fields
 
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.core.spelling import nearest
-from polarnode.fleet.join_token import read_join_token
 from polarnode.node.config import NodeConfig, check_config
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
@@ -35,7 +34,18 @@ OTHER_VARIABLES = frozenset(
 )
 OWN_FLAGS = (  # settings with a flag of the same name
     *("cpu", "gpus", "engine", "tp", "model", "context_length", "routed_experts", "lora_rank", "run_limit"),
-    *("record_requests", "base_image", "host", "port", "tls_cert", "tls_key", "state_dir", "join", "limits"),
+    *(
+        "record_requests",
+        "base_image",
+        "host",
+        "port",
+        "tls_cert",
+        "tls_key",
+        "state_dir",
+        "log",
+        "url",
+        "limits",
+    ),
 )
 FLAGS = {
     **{name: f"--{name.replace('_', '-')}" for name in OWN_FLAGS},
@@ -60,7 +70,6 @@ def read_config(
     file, variables, given = _sources(toml, environment, flags)
     try:
         config = codec.structure({**file, **variables, **given}, NodeConfig, forbid_extra=True)
-        config = _with_join(config)
         check_config(config)
     except (Refused, ConfigError) as error:
         sentence = _with_path(error) if isinstance(error, Refused) else str(error)
@@ -176,18 +185,6 @@ def unknown_variables(environment: Mapping[str, str], config: NodeConfig) -> lis
         remedy = "docs/api.md lists the settings" if near is None else f"did you mean {variable_of(near)}?"
         found.append(f"{name} is no setting and has no effect: {remedy}")
     return found
-
-
-def _with_join(config: NodeConfig) -> NodeConfig:
-    """The settings with the fleet's token, where they have a join token."""
-    if config.join is None:
-        return config
-    token = read_join_token(config.join).token
-    if config.token not in (None, token):
-        raise ConfigError(
-            "token is another than the join token's: unset POLARNODE_TOKEN, the join token brings the fleet's"
-        )
-    return evolve(config, token=token)
 
 
 def parse_gpus(text: str) -> list[Json]:

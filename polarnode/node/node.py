@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from socket import socket
-from typing import Protocol
 
 import trio
 from attrs import define, evolve, field
@@ -60,12 +59,6 @@ WRITTEN_S = 5.0
 DRAINING_S = 10.0  # before a task is worth offering again: a drain lasts as long as its longest session
 
 
-class JoinedFleet(Protocol):
-    """A node's place in the list of a fleet's front."""
-
-    def status(self) -> dict[str, Json]: ...
-
-
 @define(eq=False)
 class Node:
     """A node that runs. Satisfies the control plane's `Service`."""
@@ -86,8 +79,6 @@ class Node:
     adapters: AdapterStore
     engine_control: EngineControl
     evaluations: Evaluations
-    # its place in the list of a fleet's front, where it joined one
-    entry: JoinedFleet | None = field(default=None, init=False)
     draining: bool = field(default=False, init=False)  # takes no new tasks; what runs goes on
     # two submissions of one key at once must be one task
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)
@@ -219,7 +210,6 @@ class Node:
             "evaluations": {**self.evaluations.statistics()},
             "judges": plain(self.judges.statistics()),
             "loop": plain(self.lag.statistics()),
-            **({} if self.entry is None else {"join": self.entry.status()}),
         }
 
     def figures(self) -> Figures:
