@@ -24,11 +24,11 @@ from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front
 from polarnode.fleet.join_token import JoinToken
 from polarnode.fleet.joining import joinable
-from polarnode.fleet.link import Link
 from polarnode.fleet.members import MemberState
 from polarnode.fleet.ray_launcher import check_ray, ray_nodes, stop_nodes
 from polarnode.fleet.ray_machines import RayOrder
 from polarnode.fleet.serving import local_nodes, serve_front
+from polarnode.http.link import Link
 from polarnode.http.server import Address, Certificate, listening_socket
 from polarnode.support.bounded import open_node_log, private_folder, private_opener
 

@@ -27,8 +27,8 @@ from polarnode.core.weights import UpdateMode, WeightsReport
 from polarnode.engine.checkpoints import TENSORS, fingerprint
 from polarnode.engine.weight_values import DiskSource, UpdateOrder
 from polarnode.engine.weights import Weights
-from polarnode.fleet.link import Link
 from polarnode.http.asgi import RouteRow, body_json
+from polarnode.http.link import Link
 
 PIECE: Final = 1 << 20  # bytes read at once
 TRIES: Final = 5  # requests for a file that bring nothing, before another peer is better

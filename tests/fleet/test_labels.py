@@ -14,7 +14,7 @@ from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.core.codec.tasks import read_task
 from polarnode.core.errors import Refused
-from polarnode.fleet.link import Link
+from polarnode.http.link import Link
 from polarnode.node.config import TINY_MODEL
 
 

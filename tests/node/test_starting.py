@@ -11,7 +11,7 @@ from quart_trio import QuartTrio
 
 from polarnode.client import AsyncPolarnodeClient, PolarnodeClient, Unreachable
 from polarnode.client.values import NodeStarts
-from polarnode.fleet.link import Link, NobodyListens
+from polarnode.http.link import Link, NobodyListens
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.node.starting import StartingNode
 

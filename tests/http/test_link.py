@@ -13,7 +13,7 @@ from quart_trio import QuartTrio
 from tls_kit import Authority
 
 from polarnode.client.values import ClientError, Unreachable
-from polarnode.fleet.link import Link, NobodyListens
+from polarnode.http.link import Link, NobodyListens
 from polarnode.http.server import Address, Certificate, open_server
 
 

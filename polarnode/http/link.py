@@ -1,4 +1,5 @@
-"""One node as other processes of its fleet reach it: requests and streams over HTTP, with the fleet's token.
+"""One node as the other nodes of its log and the commands reach it: requests and streams over HTTP, with the
+node's token.
 
 Invariants: a certificate that is pinned is compared with its digest before anything is sent, and is the only
 one that is trusted; no proxy of the environment is used, and no redirect followed. Any failure to get a
@@ -45,6 +46,25 @@ class NodeAnswer:
         return read_error(self.status, "", self.headers, self.body)
 
 
+@frozen(kw_only=True)
+class OpenAnswer:
+    """An answer whose body is read as it comes. `headers` have lower-case names."""
+
+    status: int
+    headers: Mapping[str, str]
+    pieces: AsyncIterator[bytes]
+
+    async def whole(self, url: str) -> NodeAnswer:
+        """The answer with all of its body. Raises Unreachable."""
+        body, size = [], 0
+        async for piece in self.pieces:
+            body.append(piece)
+            size += len(piece)
+            if size > MOST_BYTES:
+                raise Unreachable(f"{url} answers with more than {MOST_BYTES >> 20} MiB")
+        return NodeAnswer(status=self.status, headers=self.headers, body=b"".join(body))
+
+
 class NobodyListens(Unreachable):
     """No connection was made: the process is gone, or its machine refuses them. Or it is starting, and knows
     of no task yet.
@@ -76,8 +96,8 @@ class Link:
         sent = dict(headers or {})
         if value is not None:
             body, sent["Content-Type"] = dump_json(plain(value)), "application/json"
-        async with self._sent(method, path, body, sent, timeout_s) as (response, pieces):
-            answer = await _whole(response, pieces)
+        async with self.open(method, path, body=body, headers=sent, silence_s=timeout_s) as opened:
+            answer = await opened.whole(self.url)
         if answer.status == 503 and isinstance(answer.error, NodeStarts):
             raise NobodyListens(f"{self.url}: {answer.error}")
         return answer
@@ -98,25 +118,30 @@ class Link:
         """The body of a GET as it comes. Raises Unreachable, and ClientError for an error status; the body
         raises Unreachable when the connection breaks, or is silent for `silence_s`.
         """
-        async with self._sent("GET", path, None, dict(headers or {}), silence_s) as (response, pieces):
-            if response.status_code >= 300:
-                error = (await _whole(response, pieces)).error
+        async with self.open("GET", path, headers=headers, silence_s=silence_s) as opened:
+            if opened.status >= 300:
+                error = (await opened.whole(self.url)).error
                 raise NobodyListens(f"{self.url}: {error}") if isinstance(error, NodeStarts) else error
-            yield pieces
+            yield opened.pieces
 
     @asynccontextmanager
-    async def _sent(
+    async def open(
         self,
         method: str,
         path: str,
-        body: bytes | AsyncIterable[bytes] | None,
-        headers: dict[str, str],
-        silence_s: float,
-    ) -> AsyncIterator[tuple[httpx2.Response, AsyncIterator[bytes]]]:
-        response = await self._send(method, path, body, headers, silence_s)
+        *,
+        body: bytes | AsyncIterable[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+        silence_s: float = ANSWER_S,
+    ) -> AsyncIterator[OpenAnswer]:
+        """Send one request and give its answer, whatever its status, before its body is there. Raises
+        Unreachable, as the body does when the connection breaks or is silent for `silence_s`.
+        """
+        response = await self._send(method, path, body, dict(headers or {}), silence_s)
         pieces = self._pieces(response)
         try:
-            yield response, pieces
+            found = {name.lower(): each for name, each in response.headers.items()}
+            yield OpenAnswer(status=response.status_code, headers=found, pieces=pieces)
         finally:
             with trio.move_on_after(CONNECT_S, shield=True), suppress(Unreachable, *FAULTS):
                 await response.aclose()
@@ -171,14 +196,3 @@ class Link:
     def _unreachable(self, error: Exception) -> Unreachable:
         refused = any(isinstance(each, ConnectionRefusedError) for each in causes(error))
         return (NobodyListens if refused else Unreachable)(f"{self.url} does not answer: {reason_of(error)}")
-
-
-async def _whole(response: httpx2.Response, pieces: AsyncIterator[bytes]) -> NodeAnswer:
-    body, size = [], 0
-    async for piece in pieces:
-        body.append(piece)
-        size += len(piece)
-        if size > MOST_BYTES:
-            raise Unreachable(f"{response.url} answers with more than {MOST_BYTES >> 20} MiB")
-    headers = {name.lower(): each for name, each in response.headers.items()}
-    return NodeAnswer(status=response.status_code, headers=headers, body=b"".join(body))
