@@ -29,6 +29,8 @@ from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Outcome, Trace, Trajectory, TurnSpan, VersionSpan
 from polarnode.http.server import Address, open_server
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import ended_session
+from polarnode.journal.log.sqlite import end_entry
 from polarnode.journal.queries import KEPT_BYTES, Recent
 
 TURNS = 20
@@ -92,7 +94,7 @@ def trajectory(number: int) -> Trajectory:
 def publish(journal: Journal, number: int) -> None:
     for index in range(TURNS):
         journal.turn(attrs.evolve(turn(index), session_id=f"s{number}"))
-    journal.publish(trajectory(number))
+    journal.write(end_entry(ended_session(trajectory(number), finished=journal.now())))
 
 
 @asynccontextmanager

@@ -16,15 +16,13 @@ from attrs import define, frozen
 
 from polarnode.core.errors import JournalError, Unreadable, boundary
 from polarnode.core.trajectory import Turn
-from polarnode.journal import copies, entries, queries
+from polarnode.journal import entries, held, queries
 from polarnode.journal.damage import Damage, Damages, JournalConnection, note, reading_pages
 from polarnode.journal.schema import BUSY_MS, TABLES, VERSION
 from polarnode.journal.values import KEYS_ALONE, EventKind, Filters
 
-BODIES: Final = (
-    *("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations"),
-    *("copies", "commits", "held"),
-)
+# Not `copies` and `commits`, which older fleets kept: nothing reads them, so nothing in them is a fault.
+BODIES: Final = ("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations", "held")
 FAULTS_OF_SQLITE: Final = 100  # that its check lists; a file with more is not repaired by reading them
 
 
@@ -204,14 +202,10 @@ def _evaluations(db: sqlite3.Connection) -> None:
         entries.evaluation(db, evaluation_id)
 
 
-def _fleet(db: sqlite3.Connection) -> None:
-    """What a fleet keeps: copies of tasks, commits, results that wait."""
-    for (task_id,) in db.execute("SELECT task_id FROM copies").fetchall():
-        copies.copy_of(db, task_id)
-    for task_id, place in db.execute("SELECT task_id, place FROM commits").fetchall():
-        copies.committed(db, task_id, place)
+def _held(db: sqlite3.Connection) -> None:
+    """Results that wait."""
     for (session_id,) in db.execute("SELECT session_id FROM held").fetchall():
-        copies.held_result(db, session_id)
+        held.held_result(db, session_id)
 
 
 # by table and its key, what must be there for each row, as a query that gives the keys of the rows without it
@@ -271,4 +265,4 @@ def _references(db: sqlite3.Connection) -> None:
             note(db, Damage(table=table, row=str(row), reason=reason))
 
 
-STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _fleet, _references)
+STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _held, _references)

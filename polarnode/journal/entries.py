@@ -16,13 +16,13 @@ from typing import Final
 from attrs import fields, frozen
 
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
-from polarnode.core.codec.packing import pack_trajectory, pack_turn
+from polarnode.core.codec.packing import pack_turn
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Unreadable
 from polarnode.core.status import EvaluatedSession, EvaluationStatus, RewardEvent
 from polarnode.core.task import EvaluationSpec, TaskSpec
-from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.core.trajectory import Outcome, Turn
 from polarnode.journal import pending_callbacks, queries
 from polarnode.journal.damage import Damage, check, checksum, decoding, note
 from polarnode.journal.queries import ending
@@ -214,49 +214,6 @@ class PublishedSession:
     def kind(self) -> str:
         """A replaced session's trajectory is no part of its group."""
         return "trajectory" if self.retried_as is None else "attempt"
-
-
-def trajectory_entry(trajectory: Trajectory, *, now: float) -> Entry:
-    published = _published(trajectory, now)
-    return Entry(2 * ROW_BYTES + len(published.body), partial(publish_session, it=published))
-
-
-def replaced_entry(trajectory: Trajectory, successor: Identity, *, now: float) -> Entry:
-    """A session that lost its place and the one that holds it now. They are one entry, so that a crash of the
-    node cannot separate them.
-    """
-    published, began = _published(trajectory, now), session_entry(successor)
-    return Entry(
-        2 * ROW_BYTES + len(published.body) + began.size,
-        partial(replace_session, it=published, begin=began.apply),
-    )
-
-
-def attempt_entry(trajectory: Trajectory, *, now: float) -> Entry:
-    """A session whose place another journal's session took, as its `retried_as` says."""
-    published = _published(trajectory, now)
-
-    def apply(db: sqlite3.Connection) -> None:
-        publish_once(db, published)
-
-    return Entry(2 * ROW_BYTES + len(published.body), apply)
-
-
-def _published(trajectory: Trajectory, now: float) -> PublishedSession:
-    return PublishedSession(
-        session_id=trajectory.session_id,
-        task_id=trajectory.task_id,
-        group_id=trajectory.group_id,
-        sample_index=trajectory.sample_index,
-        attempt=trajectory.attempt,
-        outcome=trajectory.outcome,
-        reward=trajectory.reward,
-        trainable=trajectory.trainable_tokens,
-        staleness=trajectory.staleness,
-        body=pack_trajectory(trajectory),
-        now=now,
-        retried_as=trajectory.retried_as,
-    )
 
 
 def publish_session(db: sqlite3.Connection, *, it: PublishedSession) -> None:

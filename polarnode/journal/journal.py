@@ -25,25 +25,19 @@ from attrs import define, field
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import JournalDamaged, JournalError, Refused, boundary
-from polarnode.core.fleet import TaskCopy
 from polarnode.core.status import Consumer, SessionRecord
 from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal import entries, pending_callbacks, queries
 from polarnode.journal.condition import consumer_records, statistics
-from polarnode.journal.copies import begin_entry
 from polarnode.journal.damage import Damages
 from polarnode.journal.disk import refusal_of
 from polarnode.journal.entries import (
     ROW_BYTES,
     Entry,
     WeightsRow,
-    cancel_entry,
-    replaced_entry,
     session_entry,
-    task_entry,
-    trajectory_entry,
     turn_entry,
     weights,
     weights_changed_entry,
@@ -106,28 +100,6 @@ class Journal:
 
     # ── writing: synchronous, in order, never waits ───────────────────────────
 
-    def task_submitted(
-        self,
-        spec: TaskSpec,
-        *,
-        task_id: str,
-        session_ids: tuple[str, ...],
-        idempotency_key: str | None,
-        copy: TaskCopy | None = None,
-    ) -> None:
-        """Record an accepted task, of a fleet with its `copy`. Its sessions count as unfinished from now
-        on.
-        """
-        entry = task_entry(
-            spec,
-            task_id=task_id,
-            session_ids=session_ids,
-            idempotency_key=idempotency_key,
-            now=self.now() if copy is None else copy.submitted,
-            callback_kinds=self.kinds_for(spec),
-        )
-        self._writer.put(entry if copy is None else begin_entry(copy, entry))
-
     def kinds_for(self, spec: TaskSpec) -> tuple[EventKind, ...]:
         """The kinds of events that the task's callback is sent."""
         return self.callback_kinds.get(spec.callback_format, EVENT_KINDS)
@@ -139,24 +111,6 @@ class Journal:
     def turn(self, turn: Turn) -> None:
         """Record a finished model call. A second turn with the same index replaces it."""
         self._writer.put(turn_entry(turn), gather=True)
-
-    def publish(self, trajectory: Trajectory) -> None:
-        """A session is over: a `trajectory` event, and when it was its task's last also `group` and `task`.
-        Only the first publication is kept.
-        """
-        self._writer.put(trajectory_entry(trajectory, now=self.now()))
-
-    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
-        """A session lost its place in the group to `successor`, which begins: an `attempt` event, which is no
-        part of the group.
-        """
-        self._writer.put(replaced_entry(trajectory, successor, now=self.now()))
-
-    def task_cancelled(self, task_id: str) -> None:
-        """Record that the task was cancelled: none of its sessions is retried, in this or a later run of the
-        node.
-        """
-        self._writer.put(cancel_entry(task_id, now=self.now()))
 
     def weights_served(self, version: str, body: dict[str, Json]) -> None:
         """Record that these weights are served from now on. Only the first row of a version is kept."""

@@ -25,7 +25,7 @@ from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
 from polarnode.containers.runtimes import AbsentRuntimes, Runtimes, open_runtimes
 from polarnode.core.errors import ConfigError, EngineError, ModelError, boundary
-from polarnode.core.fleet import every_label
+from polarnode.core.labels import every_label
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect

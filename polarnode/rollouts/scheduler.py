@@ -20,7 +20,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.containers.pool import Demand
 from polarnode.core.errors import Refused
-from polarnode.core.fleet import every_label
+from polarnode.core.labels import every_label
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory

@@ -17,7 +17,7 @@ from polarnode.containers.recipes import on_top
 from polarnode.containers.runtimes import AbsentRuntimes, Runtimes
 from polarnode.core.codec.json import child
 from polarnode.core.errors import Refused
-from polarnode.core.fleet import every_label, label_texts, unmet
+from polarnode.core.labels import every_label, label_texts, unmet
 from polarnode.core.ports import Endpoint, HarnessOrder, Judge
 from polarnode.core.task import CarrySpec, ForkSpec, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Turn

@@ -8,6 +8,7 @@ import pytest
 from attrs import evolve
 from control_plane_parts import Caller, open_plane
 from journal_samples import make_spec, make_trajectory
+from journal_writes import publish_end, submit_task
 
 from polarnode.api.bundle import Bundle
 from polarnode.api.page import page_files
@@ -28,12 +29,12 @@ async def test_a_bundle_answers_as_a_node_does(tmp_path: Path) -> None:
     names = ("a-0", "a-1")
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         spec = make_spec(num_samples=2)
-        plane.journal.task_submitted(spec, task_id="a", session_ids=names, idempotency_key=None)
+        submit_task(plane.journal, spec, task_id="a", session_ids=names, idempotency_key=None)
         for index, name in enumerate(names):
             whole = make_trajectory(name, task_id="a", sample_index=index, reward=float(index), turns=2)
             for turn in whole.turns:
                 plane.journal.turn(turn)
-            plane.journal.publish(evolve(whole, staleness=0, harness="pi"))
+            publish_end(plane.journal, evolve(whole, staleness=0, harness="pi"))
         await plane.journal.flushed()
         caller = Caller(url=plane.url)
         lines = (await caller.get("/v1/export", turns="full")).text.splitlines()

@@ -16,6 +16,7 @@ from attrs import define, evolve, fields
 from callback_kit import Receiver, open_receiver
 from control_plane_parts import Caller
 from journal_samples import make_identity, make_spec, make_trajectory
+from journal_writes import publish_attempt, publish_end, submit_task
 
 from polarnode.api import callbacks
 from polarnode.api import callbacks as module
@@ -60,15 +61,15 @@ class Node:
             metadata=with_origin({}, Origin(task_id=f"their {task_id}")),
         )
         ids = [f"{task_id}-{index}" for index in range(samples)]
-        self.journal.task_submitted(spec, task_id=task_id, session_ids=tuple(ids), idempotency_key=None)
+        submit_task(self.journal, spec, task_id=task_id, session_ids=tuple(ids), idempotency_key=None)
         return ids
 
     def over(self, task_id: str, session_id: str, index: int = 0, **more: Any) -> None:
         made = make_trajectory(session_id, task_id=task_id, group_id=task_id, sample_index=index)
         for turn in made.turns:
             self.journal.turn(turn)
-        self.journal.publish(
-            evolve(made, metadata=with_origin({}, Origin(task_id=f"their {task_id}")), **more)
+        publish_end(
+            self.journal, evolve(made, metadata=with_origin({}, Origin(task_id=f"their {task_id}")), **more)
         )
 
     def whole(self, task_id: str, url: str, **more: Any) -> None:
@@ -136,7 +137,7 @@ async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiv
 
 
 async def test_a_task_without_a_callback_owes_nobody(node: Node) -> None:
-    node.journal.task_submitted(make_spec(), task_id="t", session_ids=("t-0",), idempotency_key=None)
+    submit_task(node.journal, make_spec(), task_id="t", session_ids=("t-0",), idempotency_key=None)
     node.over("t", "t-0")
     await node.journal.flushed()
     assert await node.journal.pending_callback_count() == 0
@@ -145,7 +146,7 @@ async def test_a_task_without_a_callback_owes_nobody(node: Node) -> None:
 async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: Receiver) -> None:
     node.task("t", receiver.url)
     lost = evolve(make_trajectory("t-0", task_id="t"), retried_as="t-1")
-    node.journal.replaced(lost, evolve(make_identity("t-1", task_id="t"), attempt=1))
+    publish_attempt(node.journal, lost, evolve(make_identity("t-1", task_id="t"), attempt=1))
     node.over("t", "t-1")
     await receiver.until(3)
     assert receiver.keys == ["trajectory:t-1", "group:t", "task:t"]

@@ -14,6 +14,7 @@ import pytest
 import trio
 from control_plane_parts import Answer, Caller, Plane, open_plane
 from journal_samples import make_identity, make_trajectory, make_turn
+from journal_writes import publish_attempt, publish_end
 
 from polarnode.api import app, exports, routes, service
 from polarnode.api.query import last_event_id, read_query
@@ -48,7 +49,7 @@ async def publish(plane: Plane, session_id: str, **more: Any) -> None:
     trajectory = make_trajectory(session_id, **more)
     for turn in trajectory.turns:
         plane.journal.turn(turn)
-    plane.journal.publish(trajectory)
+    publish_end(plane.journal, trajectory)
     await plane.journal.flushed()
 
 
@@ -339,7 +340,7 @@ async def test_a_stream_has_the_kinds_that_are_asked_for(started: Started) -> No
         )
         for turn in lost.turns:
             plane.journal.turn(turn)
-        plane.journal.replaced(lost, attrs.evolve(make_identity("again", task_id="t"), attempt=1))
+        publish_attempt(plane.journal, lost, attrs.evolve(make_identity("again", task_id="t"), attempt=1))
         await publish(plane, "again", task_id="t")
         for kinds, keys in (
             (None, ["trajectory:again", "group:t", "task:t"]),
@@ -433,7 +434,7 @@ async def test_what_cannot_be_given_is_one_event_and_the_stream_goes_on(started:
         await publish(plane, "a", task_id="x")
         turn = attrs.evolve(make_turn("b"), new_messages=NewMessages(tools="no JSON"))
         plane.journal.turn(turn)
-        plane.journal.publish(attrs.evolve(make_trajectory("b", task_id="x"), turns=(turn,)))
+        publish_end(plane.journal, attrs.evolve(make_trajectory("b", task_id="x"), turns=(turn,)))
         await publish(plane, "c", task_id="x")
         async with client.stream(turns="full", consumer="trainer", follow="false") as stream:
             seen = [await stream.event() for _ in range(3)]

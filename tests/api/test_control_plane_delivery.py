@@ -15,6 +15,7 @@ import pytest
 import trio
 from control_plane_parts import Caller, Plane, Stream, open_plane
 from journal_samples import make_identity, make_spec, make_trajectory
+from journal_writes import publish_attempt, publish_end, submit_task
 
 from polarnode.api import exports
 from polarnode.api.query import Query
@@ -41,7 +42,7 @@ async def publish(journal: Journal, *names: str, sampled: int = 3) -> None:
     for name in names:
         trajectory = make_trajectory(name, task_id="x", sampled=sampled)
         journal.turn(trajectory.turns[0])
-        journal.publish(trajectory)
+        publish_end(journal, trajectory)
         await journal.flushed()
 
 
@@ -128,14 +129,14 @@ async def test_two_readers_of_one_name_both_read_all_and_share_a_position(starte
 
 async def all_kinds(plane: Plane) -> None:
     """A session that lost its place, the one that holds it, and their task's end."""
-    plane.journal.task_submitted(make_spec(), task_id="t", session_ids=("lost",), idempotency_key=None)
+    submit_task(plane.journal, make_spec(), task_id="t", session_ids=("lost",), idempotency_key=None)
     lost = make_trajectory("lost")
     plane.journal.turn(lost.turns[0])
-    plane.journal.replaced(
-        attrs.evolve(lost, retried_as="again"), attrs.evolve(make_identity("again"), attempt=1)
+    publish_attempt(
+        plane.journal, attrs.evolve(lost, retried_as="again"), attrs.evolve(make_identity("again"), attempt=1)
     )
     await publish(plane.journal, "again")
-    plane.journal.publish(make_trajectory("again", turns=0))
+    publish_end(plane.journal, make_trajectory("again", turns=0))
     await plane.journal.flushed()
 
 

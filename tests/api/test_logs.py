@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from control_plane_parts import Caller, open_plane
 from journal_samples import make_spec, make_trajectory
+from journal_writes import publish_end
 
 from polarnode.api.logs import PIECE_BYTES, log_files, read_piece
 from polarnode.api.query import Query
@@ -28,8 +29,8 @@ async def test_a_sessions_log_is_read_as_it_grows(tmp_path: Path) -> None:
         assert (second["text"], second["offset"], second["ended"]) == ("ée\n", 11, False)
         last = (await caller.get("/v1/sessions/t-0/log", tail=2)).json()
         assert (last["text"], last["offset"]) == ("two\nthrée\n", 4)
-        plane.journal.publish(make_trajectory("t-0", task_id="t"))
-        plane.journal.publish(make_trajectory("t-1", task_id="t", sample_index=1))
+        publish_end(plane.journal, make_trajectory("t-0", task_id="t"))
+        publish_end(plane.journal, make_trajectory("t-1", task_id="t", sample_index=1))
         await plane.journal.flushed()
         ended = (await caller.get("/v1/sessions/t-0/log", offset=second["next_offset"])).json()
         assert (ended["text"], ended["ended"]) == ("", True)

@@ -13,6 +13,7 @@ import pytest
 import trio
 from control_plane_parts import Caller, TaskTaker, open_plane, other_rooms
 from journal_samples import make_trajectory
+from journal_writes import publish_end
 
 from polarnode.api.app import EVERY, PARAMETERS, control_plane, document
 from polarnode.api.query import READERS
@@ -39,7 +40,7 @@ async def test_the_routes_keep_what_the_document_promises(tmp_path: Path) -> Non
             trajectory = make_trajectory(name, turns=2)
             for turn in trajectory.turns:
                 plane.journal.turn(turn)
-            plane.journal.publish(trajectory)
+            publish_end(plane.journal, trajectory)
         await plane.journal.flushed()
         command = [
             PROGRAM,
@@ -89,7 +90,7 @@ async def test_answers_are_what_their_schemas_say(tmp_path: Path) -> None:
         trajectory = make_trajectory("s", turns=2)
         for turn in trajectory.turns:
             plane.journal.turn(turn)
-        plane.journal.publish(trajectory)
+        publish_end(plane.journal, trajectory)
         await plane.journal.flushed()
         for path, at in (
             ("/v1/tasks", "/v1/tasks"),

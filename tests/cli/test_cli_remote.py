@@ -10,6 +10,7 @@ from attrs import evolve
 from click.testing import CliRunner, Result
 from control_plane_parts import Plane, open_plane
 from journal_samples import make_spec, make_trajectory
+from journal_writes import publish_end
 from sources_kit import DATA, task
 
 from polarnode.cli import remote, watching
@@ -34,7 +35,7 @@ async def publish(plane: Plane, *trajectories: Trajectory) -> None:
     for trajectory in trajectories:
         for turn in trajectory.turns:
             plane.journal.turn(turn)
-        plane.journal.publish(trajectory)
+        publish_end(plane.journal, trajectory)
     await plane.journal.flushed()
 
 

@@ -22,6 +22,7 @@ import trio
 from client_kit import TASK, Child, free_port
 from control_plane_parts import open_plane
 from journal_samples import make_spec, make_trajectory
+from journal_writes import publish_end
 
 import polarnode.client
 from polarnode.client import AsyncPolarnodeClient, CaptureSession, Event, PolarnodeClient, requests, tensors
@@ -93,8 +94,9 @@ async def end_task(path: Path) -> None:
     async with open_plane(path) as plane:
         for left in await plane.journal.unfinished():
             if left.identity.task_id == TASK:
-                plane.journal.publish(
-                    make_trajectory(left.identity.session_id, task_id=TASK, turns=0, status="interrupted")
+                publish_end(
+                    plane.journal,
+                    make_trajectory(left.identity.session_id, task_id=TASK, turns=0, status="interrupted"),
                 )
 
 

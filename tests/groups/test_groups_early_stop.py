@@ -14,6 +14,7 @@ import trio
 from attrs import evolve
 from fakes_runtime import Call, Program
 from journal_samples import make_identity, make_trajectory
+from journal_writes import cancel_task, publish_end, submit_task
 from session_kit import Town, agent, task, town
 from session_kit import life as life_of_node
 from trio.abc import Clock
@@ -264,14 +265,14 @@ async def killed(path: Path, spec: TaskSpec, *, over: int) -> None:
     """A life of the node that ended when so many of the task's places were over, and scored."""
     async with open_journal(path, now=time.time) as journal:
         ids = tuple(f"s{index}" for index in range(spec.num_samples))
-        journal.task_submitted(spec, task_id="t", session_ids=ids, idempotency_key=None)
+        submit_task(journal, spec, task_id="t", session_ids=ids, idempotency_key=None)
         for index, session_id in enumerate(ids):
             journal.session_started(evolve(make_identity(session_id, sample_index=index)))
             found = make_trajectory(session_id, sample_index=index)
             for turn in found.turns:
                 journal.turn(turn)
             if index < over:
-                journal.publish(found)
+                publish_end(journal, found)
 
 
 async def the_group(path: Path) -> Any:
@@ -327,7 +328,7 @@ async def test_a_recovered_group_without_an_early_stop_is_filled_as_ever(
     await killed(path, task(num_samples=3, budgets={"retries": 2}), over=2)
     if cancelled:
         async with open_journal(path, now=time.time) as journal:
-            journal.task_cancelled("t")
+            cancel_task(journal, "t")
     async with life(path, agent(each=0.01)) as (journal, scheduler):
         await recover(journal, scheduler, NodeFacts(name="n"), lambda said: None)
     group = await the_group(path)

@@ -15,6 +15,7 @@ import trio
 from attrs import define, evolve, field
 from control_plane_parts import Plane, TaskTaker, open_exchange
 from journal_samples import make_trajectory
+from journal_writes import cancel_task, publish_end, submit_task
 from polar_client import PolarClient, Refused
 
 from polarnode.api.app import control_plane
@@ -70,7 +71,7 @@ class OpenCaptures:
 
     async def begin(self, spec: CaptureSpec) -> OpenedCapture:
         task = TaskSpec(instruction="(capture)", harness=HarnessSpec(name="capture"), metadata=spec.metadata)
-        self.journal.task_submitted(task, task_id="task-c", session_ids=("c0",), idempotency_key=None)
+        submit_task(self.journal, task, task_id="task-c", session_ids=("c0",), idempotency_key=None)
         await self.journal.flushed()
         urls = {"openai": "http://127.0.0.1:9/v1"}
         return OpenedCapture(
@@ -174,7 +175,9 @@ class Parts:
         )
         for turn in made.turns:
             self.journal.turn(turn)
-        self.journal.publish(evolve(made, metadata=spec.metadata, **({"node": "n0", "model": "tiny"} | more)))
+        publish_end(
+            self.journal, evolve(made, metadata=spec.metadata, **({"node": "n0", "model": "tiny"} | more))
+        )
 
 
 def worded(trajectory: Trajectory) -> Trajectory:
@@ -536,7 +539,7 @@ async def test_a_cancelled_task_is_failed_and_keeps_its_results(parts: Parts) ->
     await parts.client.submit(REQUEST)
     said = await parts.client.ask("DELETE", "/rollout/task/calc-7")
     assert (said["task_id"], said["cancelled"]) == ("calc-7", True)
-    parts.journal.task_cancelled("calc-7")
+    cancel_task(parts.journal, "calc-7")
     await parts.over("calc-7", status="cancelled")
     found = await parts.client.status("calc-7")
     assert (found.status, {each.status for each in found.results}) == ("failed", {"ERROR"})

@@ -13,6 +13,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_samples import make_spec, make_trajectory, make_turn
+from journal_writes import publish_end, submit_task
 
 from polarnode.api.service import NotFound
 from polarnode.core.codec.tasks import NAME
@@ -176,14 +177,14 @@ async def whole(journal: Journal, task_id: str, **more: Any) -> Any:
 
 async def test_results_are_whole_json_with_none_one_and_some(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
-        journal.task_submitted(
-            make_spec(num_samples=2), task_id="t", session_ids=("a", "b"), idempotency_key=None
+        submit_task(
+            journal, make_spec(num_samples=2), task_id="t", session_ids=("a", "b"), idempotency_key=None
         )
         await journal.flushed()
         assert (await whole(journal, "t"))["results"] == []
         for index, session_id in enumerate(("a", "b")):
             journal.turn(make_turn(session_id))
-            journal.publish(make_trajectory(session_id, sample_index=index))
+            publish_end(journal, make_trajectory(session_id, sample_index=index))
             await journal.flushed()
             said = await whole(journal, "t")
             assert (said["completed_sessions"], [each["session_id"] for each in said["results"]]) == (
@@ -198,13 +199,13 @@ async def test_results_are_whole_json_with_none_one_and_some(tmp_path: Path) -> 
 
 async def test_a_session_that_was_pruned_says_so(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
-        journal.task_submitted(make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
+        submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
         await journal.flushed()
         task = await journal.task("t")
         assert task is not None
         assert await session_body(journal, task, task.sessions[0], node="n0") == b"null"
         journal.turn(make_turn("a"))
-        journal.publish(make_trajectory("a"))
+        publish_end(journal, make_trajectory("a"))
         await journal.flushed()
         assert (await whole(journal, "t"))["results"][0]["error"] is None
         with sqlite3.connect(tmp_path / "journal") as db:  # as the retention does
@@ -222,9 +223,9 @@ async def test_a_session_that_cannot_be_written_says_so(
         raise RecursionError("maximum recursion depth exceeded")
 
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
-        journal.task_submitted(make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
+        submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
         journal.turn(make_turn("a"))
-        journal.publish(make_trajectory("a"))
+        publish_end(journal, make_trajectory("a"))
         await journal.flushed()
         monkeypatch.setattr(answers, "session_result", fail)
         (lost,) = (await whole(journal, "t"))["results"]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 from client_kit import Node, open_node
+from journal_writes import publish_end
 from trainers_kit import no_row, one_row, two_rows
 
 from polarnode.core.errors import PolarnodeError, Refused
@@ -209,8 +210,9 @@ def playing(node: Node) -> Iterator[Callable[[Play], list[TaskSpec]]]:
             turns = tuple(evolve(turn, session_id=own) for turn in session.turns)
             for turn in turns:
                 node.plane.journal.turn(turn)
-            node.plane.journal.publish(
-                evolve(session, session_id=own, task_id=task_id, sample_index=place, turns=turns)
+            publish_end(
+                node.plane.journal,
+                evolve(session, session_id=own, task_id=task_id, sample_index=place, turns=turns),
             )
         await node.plane.journal.flushed()
 

@@ -8,6 +8,7 @@ import pytest
 from attrs import evolve
 from control_plane_parts import Caller, Plane, open_plane
 from journal_samples import make_spec, make_trajectory
+from journal_writes import publish_end, submit_task
 
 from polarnode.journal.finished_groups import finished_groups
 
@@ -15,12 +16,12 @@ from polarnode.journal.finished_groups import finished_groups
 def group(plane: Plane, task_id: str, rewards: tuple[float | None, ...], **metadata: Any) -> None:
     names = tuple(f"{task_id}-{index}" for index in range(len(rewards)))
     spec = make_spec(num_samples=len(rewards), metadata=metadata)
-    plane.journal.task_submitted(spec, task_id=task_id, session_ids=names, idempotency_key=None)
+    submit_task(plane.journal, spec, task_id=task_id, session_ids=names, idempotency_key=None)
     for index, (name, reward) in enumerate(zip(names, rewards, strict=True)):
         whole = make_trajectory(name, task_id=task_id, group_id=task_id, sample_index=index, reward=reward)
         for turn in whole.turns:
             plane.journal.turn(turn)
-        plane.journal.publish(evolve(whole, staleness=0))
+        publish_end(plane.journal, evolve(whole, staleness=0))
 
 
 async def listed(plane: Plane, **params: Any) -> list[dict[str, Any]]:

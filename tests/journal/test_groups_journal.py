@@ -12,6 +12,7 @@ import orjson
 import pytest
 from attrs import evolve
 from journal_samples import make_identity, make_spec, make_trajectory
+from journal_writes import publish_attempt, publish_end, submit_task
 
 from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -30,13 +31,13 @@ async def opened(tmp_path: Path) -> AsyncIterator[Journal]:
 
 def take(journal: Journal, *sessions: str, **group: Any) -> None:
     spec = make_spec(num_samples=len(sessions), group=GroupSpec(**group))
-    journal.task_submitted(spec, task_id="t", session_ids=sessions, idempotency_key=None)
+    submit_task(journal, spec, task_id="t", session_ids=sessions, idempotency_key=None)
 
 
 def publish(journal: Journal, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
         journal.turn(turn)
-    journal.publish(trajectory)
+    publish_end(journal, trajectory)
 
 
 async def told(journal: Journal) -> tuple[list[str], dict[str, Any]]:
@@ -150,7 +151,8 @@ async def test_what_is_read_of_places_is_what_their_trajectories_said(tmp_path: 
         take(journal, "a", "b")
         publish(journal, published)
         journal.session_started(make_identity("b", sample_index=1))
-        journal.replaced(
+        publish_attempt(
+            journal,
             evolve(make_trajectory("b", sample_index=1), retried_as="b2"),
             evolve(make_identity("b2", sample_index=1), attempt=1),
         )

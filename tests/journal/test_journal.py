@@ -13,6 +13,7 @@ import orjson
 import pytest
 import trio
 from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
+from journal_writes import cancel_task, publish_attempt, publish_end, submit_task
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.codec import pack_turn, trajectory_json
@@ -47,15 +48,19 @@ def opened(tmp_path: Path, clock: Clock) -> Open:
 
 
 def take(journal: Journal, *sessions: str, task_id: str = "t", **more: Any) -> None:
-    journal.task_submitted(
-        make_spec(**more), task_id=task_id, session_ids=sessions, idempotency_key=more.pop("key", None)
+    submit_task(
+        journal,
+        make_spec(**more),
+        task_id=task_id,
+        session_ids=sessions,
+        idempotency_key=more.pop("key", None),
     )
 
 
 def record(journal: Journal, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
         journal.turn(turn)
-    journal.publish(trajectory)
+    publish_end(journal, trajectory)
 
 
 async def listed(journal: Journal, after: int = 0, **filters: Any) -> list[tuple[int, str]]:
@@ -181,7 +186,7 @@ async def test_the_first_publication_stands_and_a_turn_said_again_replaces(opene
     async with opened() as journal:
         take(journal, "a")
         record(journal, make_trajectory("a", reward=0.25))
-        journal.publish(make_trajectory("a", reward=0.75))
+        publish_end(journal, make_trajectory("a", reward=0.75))
         journal.turn(make_turn("b", sampled=1))
         journal.turn(make_turn("b", sampled=2))
         await journal.flushed()
@@ -204,7 +209,8 @@ async def test_a_capture_has_no_task_and_no_task_event(opened: Open) -> None:
 async def test_a_task_is_found_by_its_key_and_listed_newest_first(opened: Open) -> None:
     async with opened() as journal:
         for number in range(5):
-            journal.task_submitted(
+            submit_task(
+                journal,
                 make_spec(),
                 task_id=f"t{number}",
                 session_ids=(f"s{number}",),
@@ -573,8 +579,10 @@ def replace(
     replaced = attrs.evolve(trajectory, outcome=LOST, attempt=attempt, retried_as=successor)
     for turn in replaced.turns:
         journal.turn(turn)
-    journal.replaced(
-        replaced, attrs.evolve(make_identity(successor, sample_index=sample_index), attempt=attempt + 1)
+    publish_attempt(
+        journal,
+        replaced,
+        attrs.evolve(make_identity(successor, sample_index=sample_index), attempt=attempt + 1),
     )
     return replaced
 
@@ -662,8 +670,8 @@ async def test_cancelling_outlives_the_node(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a")
         take(journal, "b", task_id="other")
-        journal.task_cancelled("t")
-        journal.task_cancelled("nobody's")
+        cancel_task(journal, "t")
+        cancel_task(journal, "nobody's")
         await journal.flushed()
         task = await journal.task("t")
         assert task is not None
@@ -712,7 +720,7 @@ async def test_turns_are_committed_together_unless_somebody_waits(
             await journal.flushed()
         assert commits == [before + 3]
         journal.turn(make_turn("s", 3))
-        journal.publish(make_trajectory("x"))  # an event is committed at once, with what came before it
+        publish_end(journal, make_trajectory("x"))  # an event is committed at once, with what came before it
         with trio.fail_after(30):
             await journal.wait_after(0)
         assert commits == [before + 3, before + 5]
@@ -815,4 +823,4 @@ async def test_one_entrys_bug_costs_that_entry_only(opened: Open, caplog: pytest
 async def test_what_can_not_be_packed_fails_where_it_was_made(opened: Open) -> None:
     async with opened() as journal:
         with pytest.raises(TypeError):
-            journal.publish(attrs.evolve(make_trajectory("a"), metrics={"odd": object()}))  # type: ignore[dict-item]
+            publish_end(journal, attrs.evolve(make_trajectory("a"), metrics={"odd": object()}))  # type: ignore[dict-item]

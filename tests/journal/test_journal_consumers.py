@@ -12,6 +12,7 @@ import attrs
 import pytest
 import trio
 from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
+from journal_writes import cancel_task, publish_end, submit_task
 
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.journal import journal, retention, writer
@@ -45,18 +46,18 @@ def opened(tmp_path: Path, clock: Clock) -> Open:
 async def publish(found: Journal, *names: str, sampled: int = 3, **spec: Any) -> None:
     """A task of one session each: three events."""
     for name in names:
-        found.task_submitted(
-            make_spec(**spec), task_id=f"task-{name}", session_ids=(name,), idempotency_key=None
+        submit_task(
+            found, make_spec(**spec), task_id=f"task-{name}", session_ids=(name,), idempotency_key=None
         )
         trajectory = make_trajectory(name, task_id=f"task-{name}", sampled=sampled)
         found.turn(trajectory.turns[0])
-        found.publish(trajectory)
+        publish_end(found, trajectory)
         await found.flushed()
 
 
 async def commit(found: Journal) -> None:
     """Something else is written: what is due goes."""
-    found.task_cancelled("nobody's")
+    cancel_task(found, "nobody's")
     await found.flushed()
 
 
@@ -300,13 +301,14 @@ async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
             found.callback_taken(seq)
         await commit(found)
         assert found.first_seq == 10
-        found.task_submitted(
+        submit_task(
+            found,
             make_spec(num_samples=2, callback_url=url),
             task_id="t",
             session_ids=("x", "y"),
             idempotency_key=None,
         )
-        found.publish(make_trajectory("x", task_id="t", turns=0))
+        publish_end(found, make_trajectory("x", task_id="t", turns=0))
         await found.flushed()
         found.callback_taken(10)
         await found.acknowledge("one", 10)
@@ -327,7 +329,7 @@ async def test_a_session_without_a_task_goes_whole(opened: Open) -> None:
     async with opened(retention=Retention(acknowledged=0, everything=1 << 50)) as found:
         found.session_started(make_identity("capture", task_id="capture-1"))
         found.turn(make_turn("capture"))
-        found.publish(make_trajectory("capture", task_id="capture-1"))
+        publish_end(found, make_trajectory("capture", task_id="capture-1"))
         await found.flushed()
         await found.acknowledge("one", 1)
         await commit(found)

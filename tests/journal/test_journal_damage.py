@@ -14,6 +14,7 @@ import attrs
 import orjson
 import pytest
 from journal_samples import make_identity, make_spec, make_trajectory, make_turn
+from journal_writes import publish_end, submit_task
 
 from polarnode.api.exports import export
 from polarnode.api.query import Query
@@ -50,12 +51,12 @@ def change(tmp_path: Path, sql: str, *values: Any) -> None:
 async def fill(journal: Journal, *session_ids: str, turns: int = 2, **more: Any) -> None:
     """A finished task of one session for each."""
     for name in session_ids:
-        journal.task_submitted(make_spec(), task_id=f"t-{name}", session_ids=(name,), idempotency_key=None)
+        submit_task(journal, make_spec(), task_id=f"t-{name}", session_ids=(name,), idempotency_key=None)
         journal.session_started(make_identity(name, task_id=f"t-{name}", group_id=f"t-{name}"))
         whole = chained(name, turns)
         for turn in whole.turns:
             journal.turn(turn)
-        journal.publish(attrs.evolve(whole, **more))
+        publish_end(journal, attrs.evolve(whole, **more))
     await journal.flushed()
 
 
@@ -234,7 +235,7 @@ async def test_memory_that_runs_out_is_no_damage(opened: Open) -> None:
 
 async def test_a_task_whose_row_is_damaged_ends_all_the_same(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
-        journal.task_submitted(make_spec(), task_id="t", session_ids=("a",), idempotency_key="k")
+        submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key="k")
         journal.session_started(make_identity("a"))
         journal.turn(make_turn("a"))
         await journal.flushed()
@@ -242,7 +243,7 @@ async def test_a_task_whose_row_is_damaged_ends_all_the_same(opened: Open, tmp_p
     async with opened() as journal:
         (lost,) = await journal.unfinished()
         assert (lost.spec, [each.part for each in lost.damaged]) == (None, ["task"])
-        journal.publish(make_trajectory("a"))
+        publish_end(journal, make_trajectory("a"))
         await journal.flushed()
         assert [key for _, key, _ in await told(journal)] == ["trajectory:a", "group:t", "task:t"]
         assert journal.statistics().dropped == 0
@@ -256,7 +257,7 @@ async def test_a_task_whose_row_is_damaged_ends_all_the_same(opened: Open, tmp_p
 async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: Path, column: str) -> None:
     async with opened() as journal:
         for name in ("a", "b"):
-            journal.task_submitted(make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
+            submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
             journal.session_started(make_identity(name, task_id=name, group_id=name))
             for index in range(3):
                 journal.turn(chained(name, 3).turns[index])
@@ -280,7 +281,7 @@ async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: P
         assert [turn.index for turn in trajectory.turns] == [0, 2]
         assert LeftOut(turn=2, reason="damaged") in trajectory.left_out
         assert len(trajectory.traces) == 1
-        journal.publish(trajectory)
+        publish_end(journal, trajectory)
         await journal.flushed()
         again = (await told(journal))[0][2]["damaged"]
         assert [each["part"] for each in again] == ["identity", "turns[1]"], (

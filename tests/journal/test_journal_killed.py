@@ -15,6 +15,7 @@ from pathlib import Path
 
 import trio
 from journal_samples import make_spec, make_trajectory, make_turn
+from journal_writes import publish_end, submit_task
 
 from polarnode.journal.journal import Journal, open_journal
 
@@ -26,12 +27,12 @@ async def write_for_ever(path: Path, life: int) -> None:
     async with open_journal(path, now=lambda: 0.0) as journal:
         for number in range(10**6):
             name = f"{life}-{number}"
-            journal.task_submitted(make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
+            submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
             for index in range(5):
                 journal.turn(make_turn(name, index, sampled=200))
             after = journal.last_seq
             if number % 3:
-                journal.publish(make_trajectory(name, task_id=name, turns=5, sampled=200))
+                publish_end(journal, make_trajectory(name, task_id=name, turns=5, sampled=200))
             await journal.flushed()
             await trio.lowlevel.checkpoint()
             page = await journal.events(after)

@@ -24,6 +24,7 @@ import attrs
 import orjson
 import pytest
 from journal_samples import Clock, make_identity, make_spec, make_trajectory, make_turn
+from journal_writes import publish_end
 
 from polarnode.api.exports import export
 from polarnode.api.query import Query
@@ -120,7 +121,7 @@ async def recover(journal: Journal) -> list[str]:
     for each in sessions:
         spec = each.spec or TaskSpec(instruction="", harness=HarnessSpec(name="pi"))
         outcome = Outcome(status="cancelled" if each.cancelled else "interrupted")
-        journal.publish(assemble(each.identity, spec, each.turns, Result(outcome=outcome)))
+        publish_end(journal, assemble(each.identity, spec, each.turns, Result(outcome=outcome)))
     await journal.flushed()
     return [each.identity.session_id for each in sessions]
 

@@ -22,6 +22,7 @@ import attrs
 import trio
 from control_plane_parts import Plane, open_plane
 from journal_samples import make_trajectory
+from journal_writes import publish_end
 
 from polarnode.client import AsyncPolarnodeClient, PolarnodeClient
 from polarnode.client.awaiting_http import AsyncEvents
@@ -160,7 +161,7 @@ def publish(journal: Journal, session_id: str, *, task_id: str = TASK, **more: A
     trajectory = make_trajectory(session_id, task_id=task_id, **({"turns": 2} | more))
     for turn in trajectory.turns:
         journal.turn(turn)
-    journal.publish(trajectory)
+    publish_end(journal, trajectory)
 
 
 # ── a node in a child ─────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 import h11
 import trio
 from attrs import define, field, frozen
+from journal_writes import submit_task
 
 from polarnode.api.app import Extension, control_plane
 from polarnode.api.fork_routes import ForkRoutes
@@ -94,8 +95,8 @@ class TaskTaker:
             raise DiskFull("the disk is full: make room")
         task_id = spec.task_id or f"task-{len(self.live)}"
         sessions = tuple(f"{task_id}-{index}" for index in range(spec.num_samples))
-        self.journal.task_submitted(
-            spec, task_id=task_id, session_ids=sessions, idempotency_key=idempotency_key
+        submit_task(
+            self.journal, spec, task_id=task_id, session_ids=sessions, idempotency_key=idempotency_key
         )
         self.live.add(task_id)
         return Submitted(task_id=task_id, session_ids=sessions)

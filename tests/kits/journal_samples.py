@@ -3,6 +3,7 @@
 from typing import Any
 
 from attrs import define
+from journal_writes import publish_end, submit_task
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, TextPart
@@ -97,9 +98,9 @@ def _trace(turn: Turn) -> Trace:
 def write_sessions(journal: Journal) -> None:
     """Two tasks, `a` and `b`, of one session each, which is over and has two turns."""
     for name in ("a", "b"):
-        journal.task_submitted(make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
+        submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
         journal.session_started(make_identity(name, task_id=name, group_id=name))
         whole = make_trajectory(name, task_id=name, group_id=name, turns=2)
         for turn in whole.turns:
             journal.turn(turn)
-        journal.publish(whole)
+        publish_end(journal, whole)

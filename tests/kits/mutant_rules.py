@@ -781,128 +781,15 @@ PARTS = (
     ),
 )
 
-DECISIONS = "tests/fleet/test_decisions.py"
 POSITIONS = "tests/core/test_positions.py"
-OFFICE = "tests/rollouts/test_office.py"
-LOOKUP = "tests/fleet/test_lookup.py"
 
-FLEET = (
-    *rules(
-        "fleet.ownership",
-        (
-            "a task whose home lives is adopted",
-            "    if heir is None or not seen.gone(by_journal[heir].home):\n",
-            "    if heir is None:\n",
-            (DECISIONS,),
-        ),
-        (
-            "a second home adopts what another one adopted",
-            "    if owner is not None and by_journal[owner].epoch >= by_journal[heir].epoch:\n",
-            "    if owner is None:\n",
-            (DECISIONS,),
-        ),
-        (
-            "the oldest home owns the task",
-            "    return max(homes, key=lambda journal: by_journal[journal].epoch, default=None)\n",
-            "    return min(homes, key=lambda journal: by_journal[journal].epoch, default=None)\n",
-            (DECISIONS,),
-        ),
-        (
-            "an adoption keeps the epoch",
-            "max(row.epoch.number, last.number) + 1",
-            "max(row.epoch.number, last.number)",
-            (DECISIONS,),
-        ),
-        (
-            "a task goes on from an older row",
-            "    if home is None or home.epoch <= row.epoch:\n",
-            "    if True:\n",
-            (DECISIONS,),
-        ),
-        (
-            "what a task's readers have begins again",
-            "    return None if row.task_id not in ended and (",
-            "    return None if (",
-            (DECISIONS,),
-        ),
-        (
-            "a settled task is forgotten while a node is away",
-            "    if not seen.complete or any(",
-            "    if any(",
-            (DECISIONS,),
-        ),
-        (
-            "a copy is dropped though its home is away",
-            'row.role == "second" and row.home in seen.rows and row.home not in by_journal',
-            'row.role == "second" and row.home not in by_journal',
-            (DECISIONS,),
-        ),
-        (
-            "a dead second home is not replaced",
-            "        seen.gone(mine.second)\n        or mine.second in seen.leaving\n",
-            "        mine.second in seen.leaving\n",
-            (DECISIONS,),
-        ),
-        (
-            "half of the votes are a majority",
-            "    return votes * 2 > all_votes\n",
-            "    return votes * 2 >= all_votes\n",
-            (DECISIONS,),
-        ),
-        (
-            "the front's own vote counts in a large fleet",
-            "    small = rostered < 3\n",
-            "    small = rostered < 30\n",
-            (DECISIONS,),
-        ),
-    ),
-    *rules(
-        "fleet.placement",
-        (
-            "a task's second home is its home",
-            "    others = (each for each in journals if each != home)\n",
-            "    others = iter(journals)\n",
-            (DECISIONS,),
-        ),
-        (
-            "sessions that are on their way do not count",
-            "load.busy is None and load.live + self.placed + more <=",
-            "load.busy is None and load.live + more <=",
-            (DECISIONS,),
-        ),
-    ),
-    *rules(
-        "rollouts.office",
-        (
-            "a second front takes office at once",
-            "        if not same and self.feeds.get(self.front):\n",
-            "        if False:\n",
-            (OFFICE,),
-        ),
-        (
-            "a front that answers is replaced",
-            "        self._asked, self._answered = None, now\n",
-            "        self._answered = now\n",
-            (OFFICE,),
-        ),
-    ),
-    *rules(
-        "fleet.lookup",
-        (
-            "what ended at a node that is away is begun anew",
-            "            if all(row.ended for row in found.values()):\n                self._insist_here(task_id, found.values())\n",
-            "            if all(row.ended for row in found.values()):\n",
-            (LOOKUP,),
-        ),
-    ),
-    *rules(
-        "core.positions",
-        (
-            "an older acknowledgement moves a reader back",
-            "max(ours.get(each, 0), theirs.get(each, 0))",
-            "theirs.get(each, ours.get(each, 0))",
-            (POSITIONS,),
-        ),
+FLEET = rules(
+    "core.positions",
+    (
+        "an older acknowledgement moves a reader back",
+        "max(ours.get(each, 0), theirs.get(each, 0))",
+        "theirs.get(each, ours.get(each, 0))",
+        (POSITIONS,),
     ),
 )
 

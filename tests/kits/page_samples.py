@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 from attrs import define, evolve, field
+from journal_writes import publish_end, submit_task
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, Message, TextPart, ThinkingPart, ToolCall, Usage
@@ -197,7 +198,7 @@ def write_group(
         builder=builder or BuilderSpec(),
     )
     names = tuple(f"{task_id}-{index}" for index in range(len(rewards)))
-    journal.task_submitted(spec, task_id=task_id, session_ids=names, idempotency_key=None)
+    submit_task(journal, spec, task_id=task_id, session_ids=names, idempotency_key=None)
     for sample, (name, reward) in enumerate(zip(names, rewards, strict=True)):
         made = odd_session(name, tokenizer, sample)
         outcome = Outcome(status="completed", exit_code=0)
@@ -220,7 +221,7 @@ def write_tree(journal: Journal, tokenizer: LoadedTokenizer, task_id: str) -> No
         instruction=USER, harness=HarnessSpec(name="pi"), num_samples=3, group=GroupSpec(fork=policy)
     )
     root, exact, left = names = tuple(f"{task_id}-{index}" for index in range(3))
-    journal.task_submitted(spec, task_id=task_id, session_ids=names, idempotency_key=None)
+    submit_task(journal, spec, task_id=task_id, session_ids=names, idempotency_key=None)
     forks = {
         root: None,
         exact: ForkedFrom(session_id=root, turn=1, got=1, by="replay"),
@@ -236,7 +237,7 @@ def write_long(journal: Journal, tokenizer: LoadedTokenizer, task_id: str, token
     """One session whose row has about `tokens` tokens, half of them sampled."""
     spec = TaskSpec(instruction=USER, harness=HarnessSpec(name="pi"))
     name = f"{task_id}-0"
-    journal.task_submitted(spec, task_id=task_id, session_ids=(name,), idempotency_key=None)
+    submit_task(journal, spec, task_id=task_id, session_ids=(name,), idempotency_key=None)
     made = SampleSession(name, tokenizer)
     words = "def visit(node, depth=0):\n    for child in node.children: # é\n        yield child, depth + 1\n"
     part = words * max(1, tokens // 40 // len(tokenizer.encode_plain(words)))
@@ -265,4 +266,4 @@ def publish(journal: Journal, made: SampleSession, whole: Trajectory) -> None:
     )
     for turn in made.turns:
         journal.turn(turn)
-    journal.publish(whole)
+    publish_end(journal, whole)

@@ -12,6 +12,7 @@ import pytest
 import trio
 from hollow_node import NO_IMAGE, open_hollow
 from journal_samples import make_spec
+from journal_writes import submit_task
 
 from polarnode.core.errors import Busy, Conflict, DiskFull, Refused
 from polarnode.core.task import RuntimeSpec
@@ -25,7 +26,7 @@ from polarnode.node.node import Node
 async def test_a_key_stands_for_one_task_id(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         spec = make_spec(task_id="first")
-        journal.task_submitted(spec, task_id="first", session_ids=("a",), idempotency_key="key")
+        submit_task(journal, spec, task_id="first", session_ids=("a",), idempotency_key="key")
         await journal.flushed()
         node = Node.__new__(Node)
         node.journal = journal

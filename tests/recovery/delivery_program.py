@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "kits"))
 
 from control_plane_parts import Plane, open_plane
 from journal_samples import make_identity, make_spec, make_trajectory
+from journal_writes import publish_attempt, publish_end, submit_task
 
 from polarnode.journal.values import Retention
 
@@ -53,9 +54,7 @@ def _publish(plane: Plane, chance: random.Random) -> list[str]:
     """A task and its sessions, some of which lost their place to another."""
     task_id = f"task-{chance.randbytes(6).hex()}"
     places = [f"{task_id}-{index}" for index in range(chance.randint(1, 3))]
-    plane.journal.task_submitted(
-        make_spec(), task_id=task_id, session_ids=tuple(places), idempotency_key=None
-    )
+    submit_task(plane.journal, make_spec(), task_id=task_id, session_ids=tuple(places), idempotency_key=None)
     published = []
     for index, session_id in enumerate(places):
         trajectory = make_trajectory(
@@ -70,14 +69,16 @@ def _publish(plane: Plane, chance: random.Random) -> list[str]:
         if chance.random() < 0.2:
             after = attrs.evolve(trajectory, session_id=f"{session_id}-again", attempt=1, turns=(), traces=())
             whose = make_identity(after.session_id, task_id=task_id, sample_index=index)
-            plane.journal.replaced(
-                attrs.evolve(trajectory, retried_as=after.session_id), attrs.evolve(whose, attempt=1)
+            publish_attempt(
+                plane.journal,
+                attrs.evolve(trajectory, retried_as=after.session_id),
+                attrs.evolve(whose, attempt=1),
             )
-            plane.journal.publish(after)
+            publish_end(plane.journal, after)
             published.append(f"attempt:{session_id}")
             session_id = after.session_id
         else:
-            plane.journal.publish(trajectory)
+            publish_end(plane.journal, trajectory)
         published.append(f"trajectory:{session_id}")
     return published
 

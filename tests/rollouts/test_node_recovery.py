@@ -14,6 +14,7 @@ import trio
 from attrs import evolve
 from fakes_runtime import Program
 from journal_samples import make_identity, make_spec, make_trajectory
+from journal_writes import cancel_task, publish_attempt, submit_task
 from session_kit import agent, scheduling, task, town
 
 from polarnode.core.task import Budgets, BuilderSpec, HarnessSpec, TaskSpec
@@ -51,8 +52,12 @@ def once(**more: Any) -> TaskSpec:
 
 
 def submitted(journal: Journal, *session_ids: str, spec: TaskSpec | None = None) -> None:
-    journal.task_submitted(
-        spec or once(metadata={"split": "train"}), task_id="t", session_ids=session_ids, idempotency_key=None
+    submit_task(
+        journal,
+        spec or once(metadata={"split": "train"}),
+        task_id="t",
+        session_ids=session_ids,
+        idempotency_key=None,
     )
 
 
@@ -164,7 +169,7 @@ async def killed(
 ) -> None:
     """A life that ended while these sessions ran, each with two turns."""
     async with open_journal(path, now=time.time) as journal:
-        journal.task_submitted(spec, task_id="t", session_ids=sessions, idempotency_key="k")
+        submit_task(journal, spec, task_id="t", session_ids=sessions, idempotency_key="k")
         for index, session_id in enumerate(sessions):
             journal.session_started(evolve(make_identity(session_id, sample_index=index), attempt=attempt))
             history = [toys.user()]
@@ -175,7 +180,7 @@ async def killed(
             for turn in session.turns:
                 journal.turn(turn)
         if cancelled:
-            journal.task_cancelled("t")
+            cancel_task(journal, "t")
 
 
 async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -> None:
@@ -272,7 +277,7 @@ async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_
     async with open_journal(path, now=time.time) as journal:
         first, _ = await journal.unfinished()
         lost = evolve(first.identity, session_id="a2", attempt=1)
-        journal.replaced(evolve(make_trajectory("a", turns=2), retried_as="a2"), lost)
+        publish_attempt(journal, evolve(make_trajectory("a", turns=2), retried_as="a2"), lost)
     async with life(path) as (journal, scheduler):
         await recover(journal, scheduler, NODE, lambda _: None)
         await scheduler.registry.stop(cancel=False)

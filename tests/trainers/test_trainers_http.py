@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from attrs import evolve, fields
 from control_plane_parts import Caller, Plane, open_plane
+from journal_writes import publish_end
 from trainers_kit import no_row, one_row, two_rows
 
 from polarnode.api import exports, openapi_shapes
@@ -26,7 +27,7 @@ async def keep(plane: Plane, *trajectories: Trajectory) -> Caller:
     for trajectory in trajectories:
         for turn in trajectory.turns:
             plane.journal.turn(evolve(turn, session_id=trajectory.session_id))
-        plane.journal.publish(trajectory)
+        publish_end(plane.journal, trajectory)
     await plane.journal.flushed()
     return Caller(url=plane.url)
 

@@ -7,7 +7,7 @@ in the journal: a session without an outcome is one that ran.
 
 import secrets
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -149,9 +149,8 @@ class SqliteLog:
     async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
         answer = self._places.finish(claim, usable=member_of(claim.spec.group, ended.facts).usable)
         if answer in FILLED:
-            entry = _entry(ended, partial(entries.publish_session, it=_published(ended)))
             self._news.tell()
-            await self.journal.commit(entry)
+            await self.journal.commit(end_entry(ended))
             return answer
         if answer is None:  # the place is over, or was never here
             await self.journal.flushed()
@@ -181,7 +180,7 @@ class SqliteLog:
             apply = partial(_forget_and_begin, session_id=claim.session_id, begin=begin)
             entry = Entry(2 * ROW_BYTES, apply)
         else:
-            entry = _entry(ended, partial(entries.replace_session, it=_published(ended, fresh), begin=begin))
+            entry = attempt_entry(ended, fresh, begin)
         self._news.tell()
         await self.journal.commit(entry)
         return kept
@@ -191,7 +190,7 @@ class SqliteLog:
         session = await self.journal.session(ended.identity.session_id)
         if session is not None and session.outcome is not None:
             return "already"
-        await self.journal.commit(_entry(ended, partial(entries.publish_session, it=_published(ended))))
+        await self.journal.commit(end_entry(ended))
         self._news.tell()
         return "now"
 
@@ -477,14 +476,33 @@ class SqliteLog:
 # ── entries and reads ─────────────────────────────────────────────────────────
 
 
-def _entry(ended: Ended, apply: Any) -> Entry:
-    """`apply` after the turns that `ended` carries: a session that ran here has its own in the journal."""
-    turns = [unpack_turn(part) for part in ended.parts[1:]]
+def end_entry(ended: Ended) -> Entry:
+    """A session is over: its event, and with its task's last session also the group's and the task's. Only
+    the first end of a session is kept.
+    """
+    return _entry(ended, partial(entries.publish_session, it=_published(ended)))
+
+
+def attempt_entry(ended: Ended, successor: str, begin: Callable[[Connection], None]) -> Entry:
+    """A session lost its place to `successor`, whose row `begin` writes. They are one entry, so that a crash
+    of the node cannot separate them.
+    """
+    return _entry(ended, partial(entries.replace_session, it=_published(ended, successor), begin=begin))
+
+
+def _entry(ended: Ended, apply: Callable[[Connection], None]) -> Entry:
+    """`apply` after what `ended` carries and the journal may lack: the identity of a session that never began
+    here, and turns of one that ran elsewhere.
+    """
 
     def write(db: Connection) -> None:
-        for turn, body in zip(turns, ended.parts[1:], strict=True):
+        for body in ended.parts[1:]:
+            turn = unpack_turn(body)
             entries.insert_turn(db, row=(turn.session_id, turn.index, len(turn.sampled), body))
-        entries.start_session(db, identity=ended.identity, body=dump_json(plain(ended.identity)))
+        began = "SELECT 1 FROM sessions WHERE session_id = ? AND identity IS NOT NULL"
+        if db.execute(began, (ended.identity.session_id,)).fetchone() is None:
+            body = dump_json(plain(ended.identity))
+            entries.start_session(db, identity=ended.identity, body=body)
         apply(db)
 
     return Entry(2 * ROW_BYTES + ended.size, write)

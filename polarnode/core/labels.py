@@ -1,0 +1,18 @@
+"""Labels: what a node says of itself, and what a task requires of the node that runs it."""
+
+from collections.abc import Mapping
+
+
+def every_label(labels: Mapping[str, str], *, node: str, model: str) -> dict[str, str]:
+    """The labels of a node, with those that every node has: no setting can give these another value."""
+    return {**labels, "model": model, "node": node}
+
+
+def unmet(requires: Mapping[str, str], labels: Mapping[str, str]) -> str | None:
+    """The name of the first label that a task requires and a node has not, or has with another value."""
+    return next((name for name, value in requires.items() if labels.get(name) != value), None)
+
+
+def label_texts(labels: Mapping[str, str]) -> str:
+    """Labels as people write them, in one order."""
+    return ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))

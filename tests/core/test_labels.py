@@ -1,0 +1,19 @@
+"""Labels: what every node has of itself, and what a task requires that a node lacks."""
+
+from polarnode.core.labels import every_label, label_texts, unmet
+
+
+def test_own_labels_win_over_settings() -> None:
+    found = every_label({"gpu": "h100", "node": "other"}, node="n0", model="tiny")
+    assert found == {"gpu": "h100", "model": "tiny", "node": "n0"}
+
+
+def test_unmet_names_the_label() -> None:
+    labels = {"gpu": "h100", "model": "tiny"}
+    assert unmet({"gpu": "h100"}, labels) is None
+    assert unmet({"model": "tiny", "gpu": "b200"}, labels) == "gpu"
+    assert unmet({"zone": "a"}, labels) == "zone"
+
+
+def test_label_texts_have_one_order() -> None:
+    assert label_texts({"b": "2", "a": "1"}) == label_texts({"a": "1", "b": "2"}) == "a=1, b=2"
