@@ -14,7 +14,6 @@ inside a cancel scope or nursery.
 
 from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -300,17 +299,18 @@ class _Attended(AsyncIterator[bytes]):
     journal: "Journal"
     consumer: str
     events: AsyncGenerator[bytes, None]
-    _reading: ExitStack | None = None
+    _reads: bool = False
 
     async def __anext__(self) -> bytes:
-        if self._reading is None:
-            self._reading = ExitStack()
-            self._reading.enter_context(self.journal.reading(self.consumer))
+        if not self._reads:
+            self._reads = True
+            self.journal.attend(self.consumer, 1)
         return await anext(self.events)
 
     async def aclose(self) -> None:
-        if self._reading is not None:
-            self._reading.close()
+        if self._reads:
+            self._reads = False
+            self.journal.attend(self.consumer, -1)
         await self.events.aclose()
 
 

@@ -58,22 +58,40 @@ def _group(db: sqlite3.Connection, row: Sequence[Any]) -> dict[str, Json] | None
     task: Any = {}
     with suppress(Unreadable), decoding():
         task = {} if spec is None else read_json(spec)
-    if task.get("fork") or (task.get("group") or {}).get("fork"):
-        forks = _forks(db, task_id)
+    forks = _forks(db, task_id) if has_forks(task) else None
+    return shown_group(group, task, forks, ended=at, submitted=submitted)
+
+
+def has_forks(task: Mapping[str, Any]) -> bool:
+    """Whether sessions of a task, by its spec as JSON, go on from others."""
+    return bool(task.get("fork") or (task.get("group") or {}).get("fork"))
+
+
+def shown_group(
+    group: dict[str, Any],
+    task: Mapping[str, Any],
+    forks: Mapping[str, Json] | None,
+    *,
+    ended: float,
+    submitted: float | None,
+) -> dict[str, Json]:
+    """The body of a `group` event with what its task says. `forks`: what the sessions were to inherit, where
+    some did.
+    """
+    if forks is not None:
         sessions = group["sessions"]
         group["sessions"] = [{**each, "forked_from": forks.get(each["session_id"])} for each in sessions]
-    shown: dict[str, Json] = {
+    return {
         "state": None,
         "reason": None,
         "usable": 0,
         **group,
         "advantages": advantages(group["sessions"]),
-        "ended": at,
+        "ended": ended,
         "submitted": submitted,
         "harness": str((task.get("harness") or {}).get("name", "")),
         "metadata": task.get("metadata") or {},
     }
-    return shown
 
 
 def _forks(db: sqlite3.Connection, task_id: str) -> dict[str, Json]:

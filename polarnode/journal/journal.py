@@ -45,6 +45,7 @@ from polarnode.journal.entries import (
     weights_of,
 )
 from polarnode.journal.forks import EarlierAttempt, ForkParent, earlier_attempts, fork_parent, forks
+from polarnode.journal.log.news import News
 from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
 from polarnode.journal.queries import Recent, places_over
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
@@ -90,7 +91,8 @@ class Journal:
     callback_kinds: Mapping[str, tuple[EventKind, ...]]
     _writer: Writer
     _progress: Progress
-    _news: trio.Event = field(factory=trio.Event)  # set and replaced at every commit
+    news: News = field(factory=News)  # of events that are on disk
+    _committed: trio.Event = field(factory=trio.Event)  # set and replaced at every commit
     _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(READERS))
     _connections: list[Connection] = field(factory=list)
     _recent: Recent = field(factory=Recent)
@@ -150,7 +152,7 @@ class Journal:
         if self._progress.entries < number:
             self._writer.hurry()
         while self._progress.entries < number:
-            await self._news.wait()
+            await self._committed.wait()
         await trio.lowlevel.checkpoint()
 
     # ── consumers ─────────────────────────────────────────────────────────────
@@ -194,25 +196,16 @@ class Journal:
         logger.info("consumer %s was forgotten", consumer)
         return existed
 
-    @contextmanager
-    def reading(self, consumer: str) -> Iterator[None]:
-        """Wrap an open stream of a consumer. Meanwhile retention waits for it, however long it acknowledges
-        nothing.
-        """
-        self.attend(consumer, 1)
-        logger.info("consumer %s reads after event %d", consumer, self._position(consumer))
-        try:
-            yield
-        finally:
-            self.attend(consumer, -1)
-            logger.info("consumer %s left after event %d", consumer, self._position(consumer))
-
     def attend(self, consumer: str, change: int) -> None:
-        """Count a stream of a consumer that is opened (1) or closed (-1)."""
+        """Count a stream of a consumer that is opened (1) or closed (-1). While one is open, retention waits
+        for the consumer, however long it acknowledges nothing.
+        """
         self._reading[consumer] += change
         self._reading += Counter()  # drops those at 0
         self._writer.present = frozenset(self._reading)
         self._writer.put(seen_entry(consumer, now=self.now()))
+        verb = "reads" if change > 0 else "left"
+        logger.info("consumer %s %s after event %d", consumer, verb, self._position(consumer))
 
     @property
     def present(self) -> frozenset[str]:
@@ -311,7 +304,7 @@ class Journal:
     async def wait_after(self, seq: int) -> None:
         """Return when there is an event after `seq`."""
         while self.last_seq <= seq:
-            await self._news.wait()
+            await self._committed.wait()
         await trio.lowlevel.checkpoint()
 
     @property
@@ -420,10 +413,17 @@ class Journal:
             )
         return None
 
+    @property
+    def progress(self) -> Progress:
+        """The state after the last commit."""
+        return self._progress
+
     def _advance(self, progress: Progress) -> None:
-        self._progress = progress
-        news, self._news = self._news, trio.Event()
-        news.set()
+        before, self._progress = self._progress, progress
+        if progress.last_seq != before.last_seq:
+            self.news.tell()
+        committed, self._committed = self._committed, trio.Event()
+        committed.set()
         self._look_for_damage()
 
     def _look_for_damage(self) -> None:

@@ -117,11 +117,13 @@ async def test_a_forgotten_consumer_begins_anew(opened: Open) -> None:
 async def test_a_reader_that_leaves_does_not_bring_a_forgotten_consumer_back(opened: Open) -> None:
     async with opened() as found:
         await found.acknowledge("one", 0)
-        with found.reading("one"):
-            assert found.streams("one") == 1
-            with found.reading("one"):
-                assert [each.connected for each in found.consumers()] == [2]
-            await found.forget("one")
+        found.attend("one", 1)
+        assert found.streams("one") == 1
+        found.attend("one", 1)
+        assert [each.connected for each in found.consumers()] == [2]
+        found.attend("one", -1)
+        await found.forget("one")
+        found.attend("one", -1)
         await found.flushed()
         assert (found.consumers(), found.streams("one")) == ((), 0)
 
@@ -192,10 +194,11 @@ async def test_time_in_which_no_node_ran_is_nobodys_silence(opened: Open, clock:
 async def test_an_open_stream_is_never_silent(opened: Open, clock: Clock) -> None:
     async with opened(retention=attrs.evolve(ALL, silence_s=HOUR)) as found:
         await found.acknowledge("reading", 0)
-        with found.reading("reading"):
-            clock.time += 100 * HOUR
-            await commit(found)
-            assert found.consumers()[0].holds
+        found.attend("reading", 1)
+        clock.time += 100 * HOUR
+        await commit(found)
+        assert found.consumers()[0].holds
+        found.attend("reading", -1)
         await found.flushed()
         assert found.consumers()[0].last_seen == clock.time
 

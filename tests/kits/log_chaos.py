@@ -25,9 +25,10 @@ from journal_samples import make_spec
 from log_kit import EVERY_KIND, end
 from postgres_kit import Cluster, running_cluster
 
+from polarnode.core.cursors import Cursor
 from polarnode.core.task import Budgets, GroupSpec
 from polarnode.core.trajectory import Outcome
-from polarnode.journal.log.port import Claim, Cursor, LogAway, NodeFacts, Offer
+from polarnode.journal.log.port import Claim, LogAway, NodeFacts, Offer
 from polarnode.journal.log.postgres import events, membership, places
 from polarnode.journal.log.postgres.connection import Connection
 from polarnode.journal.log.watching import SilenceWatch

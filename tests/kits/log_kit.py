@@ -8,10 +8,11 @@ from typing import Any, cast
 from attrs import evolve
 from journal_samples import make_spec, make_trajectory
 
+from polarnode.core.cursors import Cursor
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome
 from polarnode.journal.journal import open_journal
-from polarnode.journal.log.port import Claim, Cursor, Ended, Log, NodeFacts, Offer, ended_session
+from polarnode.journal.log.port import Claim, Ended, Log, NodeFacts, Offer, ended_session
 from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import EventKind, Filters

@@ -17,7 +17,8 @@ from journal_samples import make_spec
 from log_kit import EVERY_KIND, end
 from postgres_kit import Cluster, running_cluster
 
-from polarnode.journal.log.port import Claim, Cursor, NodeFacts, Offer
+from polarnode.core.cursors import Cursor
+from polarnode.journal.log.port import Claim, NodeFacts, Offer
 from polarnode.journal.log.postgres import events, membership, places
 from polarnode.journal.log.postgres.connection import Connection
 from polarnode.journal.queries import Recent

@@ -18,6 +18,7 @@ from attrs import field, frozen
 
 from polarnode.core.codec.packing import pack_trajectory, pack_turn
 from polarnode.core.conversation import Json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Busy
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import EvaluationSpec, TaskSpec
@@ -147,16 +148,6 @@ def ended_session(trajectory: Trajectory, *, finished: float) -> Ended:
 
 
 @frozen(kw_only=True)
-class Cursor:
-    """Where a reader is: after the event at `position` of the log named `log`. "" stands for the log as it is
-    now.
-    """
-
-    position: int = 0
-    log: str = ""
-
-
-@frozen(kw_only=True)
 class LogGap:
     """What a reader misses, or has of another log. It goes on after `position` of `log`."""
 
@@ -173,6 +164,24 @@ class LogPage:
     log: str
     page: EventPage
     gap: LogGap | None = None
+
+
+@frozen(kw_only=True)
+class LogStanding:
+    """How the log stands, as of at most a second ago; its bytes of at most a minute ago. It is kept in
+    memory, for whoever may not wait for the log.
+
+    `log` is "" before it was read. `acknowledged`: up to where all consumers that are waited for have read.
+    `oldest_unacknowledged` is when the event after it came, in seconds since the epoch.
+    """
+
+    log: str = ""
+    position: int = 0
+    pruned: int = 0
+    acknowledged: int = 0
+    consumers: Mapping[str, int] = field(factory=dict)  # positions
+    unacknowledged_bytes: int = 0
+    oldest_unacknowledged: float | None = None
 
 
 # ── nodes ─────────────────────────────────────────────────────────────────────
@@ -350,16 +359,30 @@ class Events(Protocol):
     ) -> LogPage:
         """The events after a cursor, bounded in number and bytes."""
 
+    @property
+    def standing(self) -> LogStanding:
+        """How the log stands, without a question to it."""
+
+    async def end(self) -> Cursor:
+        """The last event."""
+
     async def position(self, consumer: str) -> Cursor:
         """The last event that a consumer acknowledged."""
+
+    async def meet(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
+        """A consumer's position; one that is new is created after `begin`, so that nothing it has not read is
+        pruned as acknowledged by all. Raises Refused where there are too many.
+        """
 
     async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
         """Move a consumer forward, never back and never beyond the last event. Raises Refused where there are
         too many.
         """
 
-    async def attend(self, consumer: str, change: int, *, now: float) -> None:
-        """Count a stream of a consumer that is opened (1) or closed (-1)."""
+    def attend(self, consumer: str, change: int) -> None:
+        """Count a stream of a consumer that is opened here (1) or closed (-1). The log knows it within a
+        second, and forgets those of a node that is gone.
+        """
 
     async def forget(self, consumer: str) -> bool:
         """Delete a consumer."""
@@ -454,6 +477,11 @@ class Queries(Protocol):
     async def node_of(self, session_id: str) -> NodeRow | None:
         """The node that runs a session."""
 
+    async def finished_groups(
+        self, limit: int, *, until: float | None = None, state: str | None = None, task_id: str | None = None
+    ) -> tuple[Mapping[str, Json], ...]:
+        """Bodies of `group` events with what their tasks say, newest first (`journal.finished_groups`)."""
+
 
 class Evaluations(Protocol):
     """Scores that are given to sessions that were over."""
@@ -486,6 +514,10 @@ class Evaluations(Protocol):
 
 class Log(Places, Membership, Events, WeightVersions, Callbacks, Queries, Evaluations, Protocol):
     """The whole port. A room asks for the part that it uses."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other nodes have it too: cursors name it then."""
 
     async def reachable(self) -> str | None:
         """Why the log is away; None while it answers."""

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 
+from attrs import evolve
+
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
-from polarnode.journal.log.port import Cursor, EndingCause, LogGap
+from polarnode.journal.log.port import EndingCause, LogGap, LogStanding
+from polarnode.journal.values import JournalStatistics
 
 
 def check_names(
@@ -46,10 +50,31 @@ def gap_of(
                 f"the log {asked.log} was lost after event {after}: what was read of it beyond that is not in"
                 " this log, or comes again under the same keys"
             )
-    if reason is None and after > last:
+    if reason is None and after > last and asked.log:
         after = last
         reason = f"the log ends at event {last}: it was restored, and nobody said so (mark it as restored)"
+    if reason is None and after > last:
+        # the bare number says nothing of its log: what is sent once too often is known by its key
+        after = pruned
+        reason = f"the log ends at event {last}: the position is another log's, and this one is read whole"
     if reason is None and after < pruned:
         reason = f"retention deleted the events up to {pruned}"
         after = pruned
     return None if reason is None else LogGap(asked=asked, log=log, position=after, reason=reason)
+
+
+def with_standing(journal: JournalStatistics, log: LogStanding, *, now: float) -> JournalStatistics:
+    """A node's journal with the events and readers of its log in place of its own, which are the same where
+    the node is alone.
+    """
+    waits_since = log.oldest_unacknowledged
+    return evolve(
+        journal,
+        first_seq=log.pruned + 1,
+        last_seq=log.position,
+        positions=log.consumers,
+        acknowledged_seq=log.acknowledged,
+        unacknowledged_events=log.position - max(log.acknowledged, log.pruned),
+        unacknowledged_bytes=log.unacknowledged_bytes,
+        oldest_unacknowledged_s=None if waits_since is None else max(0.0, now - waits_since),
+    )

@@ -7,7 +7,7 @@ in the journal: a session without an outcome is one that ran.
 
 import secrets
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.packing import unpack_turn
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.conversation import Json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Conflict
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import CAPTURE, EvaluationSpec, TaskSpec
@@ -25,6 +26,7 @@ from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts, member_of
 from polarnode.journal import entries, pending_callbacks, queries, retention
 from polarnode.journal.entries import ROW_BYTES, Entry, PublishedSession
+from polarnode.journal.finished_groups import finished_groups
 from polarnode.journal.forks import EarlierAttempt
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.news import News
@@ -32,7 +34,6 @@ from polarnode.journal.log.place_table import PlaceTable
 from polarnode.journal.log.port import (
     FILLED,
     Claim,
-    Cursor,
     Ended,
     EndingCause,
     FinishAnswer,
@@ -40,6 +41,7 @@ from polarnode.journal.log.port import (
     LeasedCallback,
     LogGap,
     LogPage,
+    LogStanding,
     LogWeights,
     NodeFacts,
     NodeRow,
@@ -71,7 +73,15 @@ class SqliteLog:
     _held: set[str] = field(factory=set, init=False)  # versions whose files the node has
     _shared: set[str] = field(factory=set, init=False)  # versions in a storage that outlives it
     _leases: dict[int, tuple[float, int]] = field(factory=dict, init=False)  # by event: until when, and which
-    _news: News = field(factory=News, init=False)
+    _restores: list[int] | None = field(default=None, init=False)  # nobody else has the journal open
+
+    @property
+    def _news(self) -> News:
+        return self.journal.news
+
+    @property
+    def shared(self) -> bool:
+        return False
 
     @property
     def open_places(self) -> int:
@@ -267,10 +277,16 @@ class SqliteLog:
     # ── events and consumers ──────────────────────────────────────────────────
 
     async def identity(self) -> str:
-        return await self.journal.query(_identity, self.journal.id)
+        return _names(self.journal.id, await self._known_restores())[-1]
+
+    async def _known_restores(self) -> list[int]:
+        if self._restores is None:
+            self._restores = await self.journal.query(_restores)
+        return self._restores
 
     async def mark_restored(self) -> str:
         await self.journal.commit(Entry(ROW_BYTES, _mark_restored))
+        self._restores = None
         return await self.identity()
 
     async def events(
@@ -281,24 +297,52 @@ class SqliteLog:
         encoder: TrajectoryEncoder | None = None,
         limit: int = 64,
     ) -> LogPage:
-        name = await self.identity()
-        gap = await self.journal.query(_find_gap, self.journal.id, after)
-        position = after.position if gap is None else gap.position
-        page = await self.journal.events(position, filters=filters, encoder=encoder, limit=limit)
-        return LogPage(log=name, page=page, gap=gap)
+        restores = await self._known_restores()
+        position, gap = after.position, None
+        while True:
+            page = await self.journal.events(position, filters=filters, encoder=encoder, limit=limit)
+            gap = _find_gap(self.journal.id, restores, after, last=page.last_seq, pruned=page.first_seq - 1)
+            if gap is None or gap.position == position:
+                return LogPage(log=_names(self.journal.id, restores)[-1], page=page, gap=gap)
+            position = gap.position
+
+    @property
+    def standing(self) -> LogStanding:
+        found = self.journal.progress
+        return LogStanding(
+            log=_names(self.journal.id, self._restores or [])[-1],
+            position=found.last_seq,
+            pruned=found.first_seq - 1,
+            acknowledged=found.acknowledged_seq,
+            consumers={name: each.seq for name, each in found.consumers.items()},
+            unacknowledged_bytes=found.about_bytes(found.behind(found.acknowledged_seq)),
+            oldest_unacknowledged=found.oldest_unacknowledged,
+        )
+
+    async def end(self) -> Cursor:
+        return Cursor(position=self.journal.last_seq, log=await self.identity())
 
     async def position(self, consumer: str) -> Cursor:
         return Cursor(position=await self.journal.position(consumer), log=await self.identity())
 
-    async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
-        gap = await self.journal.query(_find_gap, self.journal.id, cursor)
-        wanted = cursor.position if gap is None else min(cursor.position, gap.position)
-        position = await self.journal.acknowledge(consumer, wanted, now=now)
-        return Cursor(position=position, log=await self.identity())
+    async def meet(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
+        if consumer in self.journal.progress.consumers:
+            return await self.position(consumer)
+        return await self.acknowledge(consumer, begin, now=now)
 
-    async def attend(self, consumer: str, change: int, *, now: float) -> None:
+    async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
+        wanted, name = cursor.position, await self.identity()
+        if cursor.log not in ("", name):
+            restores, found = await self._known_restores(), self.journal.progress
+            gap = _find_gap(
+                self.journal.id, restores, cursor, last=found.last_seq, pruned=found.first_seq - 1
+            )
+            wanted = wanted if gap is None else min(wanted, gap.position)
+        position = await self.journal.acknowledge(consumer, wanted, now=now)
+        return Cursor(position=position, log=name)
+
+    def attend(self, consumer: str, change: int) -> None:
         self.journal.attend(consumer, change)
-        await trio.lowlevel.checkpoint()
 
     async def forget(self, consumer: str) -> bool:
         return await self.journal.forget(consumer)
@@ -428,6 +472,11 @@ class SqliteLog:
 
     async def places_over(self, task_id: str) -> tuple[Facts, ...]:
         return await self.journal.places_over(task_id)
+
+    async def finished_groups(
+        self, limit: int, *, until: float | None = None, state: str | None = None, task_id: str | None = None
+    ) -> tuple[Mapping[str, Json], ...]:
+        return tuple(await self.journal.query(finished_groups, limit, until, state, task_id))
 
     # ── evaluations ───────────────────────────────────────────────────────────
 
@@ -593,9 +642,9 @@ def _restores(db: Connection) -> list[int]:
     return [found[number] for number in sorted(found)]
 
 
-def _identity(db: Connection, journal: str) -> str:
-    count = len(_restores(db))
-    return f"{journal}-{count}" if count else journal
+def _names(journal: str, restores: Sequence[int]) -> list[str]:
+    """What the journal was called, the name of today last."""
+    return [journal, *(f"{journal}-{number}" for number in range(1, len(restores) + 1))]
 
 
 def _last(db: Connection) -> int:
@@ -607,13 +656,13 @@ def _mark_restored(db: Connection) -> None:
     db.execute("INSERT INTO meta VALUES (?, ?)", (f"{RESTORED}{len(_restores(db)) + 1}", _last(db)))
 
 
-def _find_gap(db: Connection, journal: str, asked: Cursor) -> LogGap | None:
-    name, last, restores = _identity(db, journal), _last(db), _restores(db)
-    (pruned,) = db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
-    names = [journal, *(f"{journal}-{number}" for number in range(1, len(restores) + 1))]
+def _find_gap(
+    journal: str, restores: Sequence[int], asked: Cursor, *, last: int, pruned: int
+) -> LogGap | None:
+    names = _names(journal, restores)
     known = asked.log in names
     lost_after = min(restores[names.index(asked.log) :], default=None) if known else None
-    return gap_of(asked, log=name, last=last, pruned=pruned, known=known, lost_after=lost_after)
+    return gap_of(asked, log=names[-1], last=last, pruned=pruned, known=known, lost_after=lost_after)
 
 
 def _prune(db: Connection, *, kept: Retention, now: float, limit: int, present: frozenset[str]) -> None:

@@ -10,11 +10,13 @@ from journal_samples import make_spec, make_trajectory
 from log_kit import NOW, claim, die, end, join, keys, open_postgres, open_sqlite, submit
 
 from polarnode.core.codec.json import read_json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import RewardEvent
 from polarnode.core.task import CAPTURE, EvaluationSpec, GroupSpec, HarnessSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
-from polarnode.journal.log.port import FILLED, Cursor, Log, NodeFacts, Offer, ended_session
+from polarnode.journal.log.port import FILLED, Log, NodeFacts, Offer, ended_session
+from polarnode.journal.log.postgres.postgres import PostgresLog
 from polarnode.journal.values import Filters, Retention
 
 WEEK = 7 * 24 * 3600.0
@@ -446,10 +448,91 @@ async def test_consumer_never_moves_back(log: Log) -> None:
         NOW + 2,
         NOW + 2,
     )
-    await log.attend("c", 1, now=NOW + 3)
-    assert (await log.consumers())[0].connected == 1
     assert await log.forget("c")
     assert not await log.forget("c")
+
+
+async def test_open_streams_are_counted(log: Log) -> None:
+    node = await join(log)
+    await log.acknowledge("c", Cursor(), now=NOW)
+
+    async def streams() -> tuple[int, bool]:
+        await log.sign(node)
+        (row,) = await log.consumers()
+        return row.connected, row.holds
+
+    log.attend("c", 1)
+    log.attend("c", 1)
+    assert await streams() == (2, True)
+    log.attend("c", -1)
+    assert (await streams())[0] == 1
+    log.attend("c", -1)
+    assert (await streams())[0] == 0
+
+
+async def test_streams_of_dead_node_end(shared: Log) -> None:
+    """Else a consumer that was read there when its node died would hold retention for ever."""
+    node = await join(shared)
+    await shared.acknowledge("c", Cursor(), now=NOW - WEEK)
+    shared.attend("c", 1)
+    await shared.sign(node)
+    assert (await shared.consumers())[0].connected == 1
+    await die(shared, node)
+    assert (await shared.consumers())[0].connected == 0
+    again = await join(shared)
+    await shared.sign(again)
+    assert (await shared.consumers())[0].connected == 1, "the stream is still open in this process"
+
+
+async def test_meet_consumer_once(log: Log) -> None:
+    await _finished(log, "a")
+    end_of_log = await log.end()
+    assert end_of_log == Cursor(position=3, log=await log.identity())
+    assert (await log.meet("new", end_of_log, now=NOW)).position == 3
+    assert (await log.meet("new", Cursor(), now=NOW)) == end_of_log, "it is known from then on"
+    assert (await log.meet("old", Cursor(), now=NOW)).position == 0
+    assert [(each.consumer, each.position) for each in await log.consumers()] == [("new", 3), ("old", 0)]
+
+
+async def test_bare_position_of_another_log(log: Log) -> None:
+    """A number says nothing of its log: one beyond the end is of another, whose reader has read nothing here."""
+    await _finished(log, "a")
+    found = await log.events(Cursor(position=9))
+    assert found.gap is not None
+    assert (found.gap.position, len(found.page.events)) == (0, 3)
+    assert (await log.acknowledge("c", Cursor(position=9), now=NOW)).position == 3
+
+
+async def test_standing_of_log(log: Log) -> None:
+    await _finished(log, "a", "b")
+    await log.acknowledge("c", Cursor(position=4), now=NOW)
+    if isinstance(log, PostgresLog):
+        await log.look()
+    found = log.standing
+    assert (found.position, found.pruned, found.acknowledged) == (6, 0, 4)
+    assert (found.log, found.consumers) == (await log.identity(), {"c": 4})
+    assert found.oldest_unacknowledged is not None
+    assert found.unacknowledged_bytes > 0
+
+
+async def test_finished_groups_newest_first(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "a", num_samples=2, metadata={"n": 1})
+    for held in await claim(log, node):
+        await log.finish(held, end(held, reward=float(held.sample_index), finished=NOW))
+    await submit(log, "b")
+    (held,) = await claim(log, node)
+    await log.finish(held, end(held, status="error", finished=NOW + 5))
+    newest, oldest = await log.finished_groups(10)
+    assert (newest["task_id"], newest["ended"], newest["usable"]) == ("b", NOW + 5, 1)
+    assert (oldest["task_id"], oldest["metadata"], oldest["submitted"]) == ("a", {"n": 1}, NOW)
+    advantages: Any = oldest["advantages"]
+    assert advantages[0] < 0 < advantages[1]
+    assert [each["task_id"] for each in await log.finished_groups(1)] == ["b"]
+    assert [each["task_id"] for each in await log.finished_groups(10, until=NOW + 1)] == ["a"]
+    assert [each["task_id"] for each in await log.finished_groups(10, task_id="a")] == ["a"]
+    assert [each["task_id"] for each in await log.finished_groups(1, state="complete")] == ["b"]
+    assert await log.finished_groups(1, state="dropped") == ()
 
 
 async def test_retention_below_acknowledged(log: Log) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 from journal_samples import make_spec
 from log_kit import NOW, claim, end, join, open_postgres, submit
 
+from polarnode.core.cursors import Cursor
 from polarnode.core.task import EvaluationSpec
 from polarnode.core.trajectory import Outcome
 from polarnode.groups.group import Facts
 from polarnode.journal.log.endings import task_ending
-from polarnode.journal.log.port import Cursor, NodeFacts
+from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.log.postgres import evaluations, membership, queries, weights
 from polarnode.journal.log.postgres.connection import open_database
 from polarnode.journal.log.rules import gap_of
@@ -92,5 +93,6 @@ def test_gap_of_each_cursor() -> None:
         gap_of(Cursor(position=7, log="a"), **here, known=True, lost_after=6),
         gap_of(Cursor(position=11, log="b"), **here, known=True, lost_after=None),
         gap_of(Cursor(position=3), **here, known=False, lost_after=None),
+        gap_of(Cursor(position=11), **here, known=False, lost_after=None),
     ]
-    assert [each and each.position for each in found] == [4, 6, 9, 4]
+    assert [each and each.position for each in found] == [4, 6, 9, 4, 4]

@@ -17,9 +17,10 @@ from log_kit import NOW, claim, die, end, join, keys, open_postgres, submit
 from postgres_kit import Cluster, migrate_now, mutated, running_cluster
 from psycopg.types.json import Jsonb
 
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, JournalError
 from polarnode.core.task import GroupSpec
-from polarnode.journal.log.port import FILLED, Cursor, Log, LogAway, NodeFacts, Offer
+from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
 from polarnode.journal.log.postgres import callbacks, events, membership, places
 from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
 from polarnode.journal.log.postgres.migrations import Migration, check_version, read_migrations

@@ -6,10 +6,11 @@ import pytest
 from journal_samples import make_spec
 from log_kit import NOW, claim, end, join, open_sqlite, submit
 
+from polarnode.core.cursors import Cursor
 from polarnode.core.task import GroupSpec
 from polarnode.journal.journal import open_journal
 from polarnode.journal.log.place_table import PlaceTable
-from polarnode.journal.log.port import FILLED, Cursor, NodeFacts, Offer
+from polarnode.journal.log.port import FILLED, NodeFacts, Offer
 from polarnode.journal.log.sqlite import SqliteLog
 
 

@@ -5,17 +5,18 @@ a reader has of the old one beyond the point where the new one begins is a gap w
 passed over in silence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from attrs import evolve
 
 from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Refused, Unreadable
 from polarnode.core.status import Consumer
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.damage import decoding, encoded
-from polarnode.journal.log.port import Cursor, LogGap, LogPage
+from polarnode.journal.log.port import LogGap, LogPage, LogStanding
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.rules import gap_of
 from polarnode.journal.queries import PAGE_BYTES, Recent
@@ -172,20 +173,51 @@ RETURNING position"""
 
 
 def acknowledge(db: Database, name: str, cursor: Cursor, now: float, silence_s: float) -> Cursor:
-    if db.execute("SELECT 1 FROM consumers WHERE name = %s", (name,)).fetchone() is None:
+    if not _is_known(db, name):
         _make_room(db, now - silence_s)
-    gap, log, after, _, _ = find_gap(db, cursor)
-    position = min(cursor.position, after) if gap is not None else cursor.position
+    position, log = _common(db, cursor)
     row = db.execute(ACKNOWLEDGE, {"name": name, "position": position, "now": now}).fetchone()
     assert row is not None
     return Cursor(position=row["position"], log=log)
 
 
+def meet(db: Database, name: str, begin: Cursor, now: float, silence_s: float) -> Cursor:
+    """The position of a consumer, which is created after `begin` where it is new."""
+    if not _is_known(db, name):
+        _make_room(db, now - silence_s)
+        db.execute(
+            "INSERT INTO consumers (name, position, moved, heard)"
+            " SELECT %(name)s, least(%(position)s, log.position), %(now)s, %(now)s FROM log"
+            " ON CONFLICT (name) DO NOTHING",
+            {"name": name, "position": _common(db, begin)[0], "now": now},
+        )
+    return position(db, name)
+
+
+def _is_known(db: Database, name: str) -> bool:
+    return db.execute("SELECT 1 FROM consumers WHERE name = %s", (name,)).fetchone() is not None
+
+
+def _common(db: Database, cursor: Cursor) -> tuple[int, str]:
+    """The position of a cursor as far as this log has its history too, and this log's name."""
+    gap, name, after, _, _ = find_gap(db, cursor)
+    foreign = gap is not None and cursor.log not in ("", name)
+    return (min(cursor.position, after) if foreign else cursor.position), name
+
+
+# whether a stream of a consumer is open at a node that is alive
+IS_READ: Final = (
+    "EXISTS (SELECT 1 FROM nodes WHERE nodes.state = 'alive' AND jsonb_exists(reading, consumers.name))"
+)
+
+
 def _make_room(db: Database, since: float) -> None:
     """Delete the consumer that was unseen for longest where there are MOST, unless it is waited for."""
     row = db.execute(
-        "SELECT count(*) AS count, (SELECT name FROM consumers WHERE streams = 0 AND heard <= %s"
-        " ORDER BY heard LIMIT 1) AS unseen FROM consumers",
+        (
+            "SELECT count(*) AS count, (SELECT name FROM consumers"
+            f" WHERE heard <= %s AND NOT {IS_READ} ORDER BY heard LIMIT 1) AS unseen FROM consumers"
+        ).encode(),
         (since,),
     ).fetchone()
     assert row is not None
@@ -199,6 +231,13 @@ def _make_room(db: Database, since: float) -> None:
     db.execute("DELETE FROM consumers WHERE name = %s", (row["unseen"],))
 
 
+def end(db: Database) -> Cursor:
+    """The last event."""
+    row = db.execute("SELECT position, current_identity() AS log FROM log").fetchone()
+    assert row is not None
+    return Cursor(position=row["position"], log=row["log"])
+
+
 def position(db: Database, name: str) -> Cursor:
     row = db.execute(
         "SELECT coalesce((SELECT position FROM consumers WHERE name = %s), 0) AS position,"
@@ -209,11 +248,9 @@ def position(db: Database, name: str) -> Cursor:
     return Cursor(position=row["position"], log=row["log"])
 
 
-def attend(db: Database, name: str, change: int, now: float) -> None:
-    db.execute(
-        "UPDATE consumers SET streams = greatest(0, streams + %s), heard = %s WHERE name = %s",
-        (change, now, name),
-    )
+def heard(db: Database, names: Sequence[str], now: float) -> None:
+    """Note that consumers read, or have just stopped."""
+    db.execute("UPDATE consumers SET heard = %s WHERE name = ANY (%s)", (now, list(names)))
 
 
 def forget(db: Database, name: str) -> bool:
@@ -222,6 +259,8 @@ def forget(db: Database, name: str) -> bool:
 
 CONSUMERS: Final = """
 SELECT consumers.*, log.pruned,
+    (SELECT coalesce(sum((reading ->> consumers.name)::integer), 0) FROM nodes WHERE state = 'alive')
+    AS streams,
     (SELECT count(*) FROM events WHERE position > consumers.position) AS behind,
     (SELECT coalesce(sum(bytes), 0) FROM events WHERE position > consumers.position) AS behind_bytes
 FROM consumers, log ORDER BY name"""
@@ -244,17 +283,51 @@ def consumers(db: Database, since: float) -> tuple[Consumer, ...]:
     )
 
 
+# Up to where all consumers have read that are waited for; where none is, all of them.
+ACKNOWLEDGED: Final = f"""
+coalesce((SELECT min(position) FROM consumers WHERE heard > %(since)s OR {IS_READ}),
+    (SELECT min(position) FROM consumers), 0)"""
+
+STANDING: Final = f"""
+SELECT log.position, log.pruned, current_identity() AS identity, {ACKNOWLEDGED} AS acknowledged,
+    coalesce((SELECT jsonb_object_agg(name, position) FROM consumers), '{{}}') AS consumers
+FROM log"""
+
+
+def standing(db: Database, since: float, before: LogStanding, *, weigh: bool) -> LogStanding:
+    """How the log stands; `weigh`: its bytes too, which are read of every event."""
+    row = db.execute(STANDING.encode(), {"since": since}).fetchone()
+    assert row is not None
+    found = evolve(
+        before,
+        log=row["identity"],
+        position=row["position"],
+        pruned=row["pruned"],
+        acknowledged=row["acknowledged"],
+        consumers=row["consumers"],
+    )
+    after = {"after": found.acknowledged}
+    oldest = db.execute(
+        "SELECT at FROM events WHERE position > %(after)s ORDER BY position LIMIT 1", after
+    ).fetchone()
+    found = evolve(found, oldest_unacknowledged=None if oldest is None else oldest["at"])
+    if not weigh:
+        return found
+    weight = db.execute(
+        "SELECT coalesce(sum(bytes), 0) AS bytes FROM events WHERE position > %(after)s", after
+    ).fetchone()
+    assert weight is not None
+    return evolve(found, unacknowledged_bytes=int(weight["bytes"]))
+
+
 # ── retention ─────────────────────────────────────────────────────────────────
 
 MARK_S: Final = 60.0  # between marks of what all had acknowledged: retention by age is exact to a minute
 # A body without an event is of a session that finishes now, or of one whose node died between two statements.
 UNFINISHED_S: Final = 3600.0
 
-STANDING: Final = """
-SELECT log.pruned,
-    (SELECT coalesce(sum(bytes), 0) FROM events) AS stored,
-    coalesce((SELECT min(position) FROM consumers WHERE streams > 0 OR heard > %(since)s),
-        (SELECT min(position) FROM consumers), 0) AS acknowledged
+PRUNABLE: Final = f"""
+SELECT log.pruned, (SELECT coalesce(sum(bytes), 0) FROM events) AS stored, {ACKNOWLEDGED} AS acknowledged
 FROM log"""
 
 # The oldest events up to %(upto)s, but none from the first on that a callback still waits for.
@@ -273,7 +346,7 @@ ORDER BY position LIMIT %(limit)s"""
 def prune(db: Database, retention: Retention, now: float, limit: int) -> int:
     """Delete some of the oldest events that may go. Any node may call it; one at a time deletes."""
     _sweep(db)
-    row = db.execute(STANDING, {"since": now - retention.silence_s}).fetchone()
+    row = db.execute(PRUNABLE.encode(), {"since": now - retention.silence_s}).fetchone()
     assert row is not None
     acknowledged, stored = row["acknowledged"], int(row["stored"])
     upto, enough = acknowledged, retention.acknowledged

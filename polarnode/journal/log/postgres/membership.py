@@ -49,11 +49,21 @@ def join(db: Database, facts: NodeFacts) -> Joined:
     return Joined(incarnation=row["incarnation"], inherited=claims(db, row["incarnation"]))
 
 
-def sign(db: Database, incarnation: int, report: Mapping[str, Json] | None) -> bool:
+def sign(
+    db: Database,
+    incarnation: int,
+    report: Mapping[str, Json] | None,
+    reading: Mapping[str, int] | None = None,
+) -> bool:
+    """`reading`: how many streams consumers have open here, where that changed."""
     found = db.execute(
-        "UPDATE nodes SET sign = sign + 1, signed = clock_timestamp(), report = coalesce(%s, report)"
-        " WHERE incarnation = %s AND state = 'alive'",
-        (None if report is None else Jsonb(dict(report)), incarnation),
+        "UPDATE nodes SET sign = sign + 1, signed = clock_timestamp(), report = coalesce(%s, report),"
+        " reading = coalesce(%s, reading) WHERE incarnation = %s AND state = 'alive'",
+        (
+            None if report is None else Jsonb(dict(report)),
+            None if reading is None else Jsonb(dict(reading)),
+            incarnation,
+        ),
     )
     return found.rowcount > 0
 

@@ -8,6 +8,7 @@ what it still has.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Concatenate, Final, ParamSpec, TypeVar
@@ -16,6 +17,7 @@ import trio
 from attrs import define, field
 
 from polarnode.core.conversation import Json
+from polarnode.core.cursors import Cursor
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
@@ -24,7 +26,6 @@ from polarnode.journal.forks import EarlierAttempt
 from polarnode.journal.log.news import News
 from polarnode.journal.log.port import (
     Claim,
-    Cursor,
     Ended,
     EndingCause,
     FinishAnswer,
@@ -32,6 +33,7 @@ from polarnode.journal.log.port import (
     LeasedCallback,
     LogAway,
     LogPage,
+    LogStanding,
     LogWeights,
     NodeFacts,
     NodeRow,
@@ -69,6 +71,10 @@ SIGN_S: Final = 1.0  # between signs of life; and the longest that a change whic
 LISTEN_S: Final = 0.25  # one wait for notifications: so long may a sign that is due be late, and closing take
 # open places that are counted: no node takes tasks beyond it, and counting takes some milliseconds
 COUNTED_PLACES: Final = 50_000
+# between two looks at the bytes of all events: some ten milliseconds of 100,000
+WEIGH_S: Final = 60.0
+# without an answer to the watcher, which asks every second: a server that hangs says nothing
+SILENT_S: Final = 5.0
 RETRY_S: Final = 0.5  # between attempts to reach a log that is away
 
 
@@ -83,6 +89,11 @@ class PostgresLog:
     _recent: Recent = field(factory=Recent)
     _news: News = field(factory=News)
     open_places: int = field(default=0, init=False)
+    standing: LogStanding = field(factory=LogStanding, init=False)
+    _weighed: float = field(default=0.0, init=False)  # when the bytes in it were read
+    _answered: float | None = field(default=None, init=False)  # when the watcher last had an answer
+    _reading: Counter[str] = field(factory=Counter, init=False)  # streams open here, by consumer
+    _attended: set[str] = field(factory=set, init=False)  # whose streams changed since the last sign
     incarnation: int | None = field(default=None, init=False)
     lost: trio.Event = field(
         factory=trio.Event, init=False
@@ -99,9 +110,17 @@ class PostgresLog:
     ) -> T:
         return await self._reader.run(call, *args, **kwargs)
 
+    @property
+    def shared(self) -> bool:
+        return True
+
     async def reachable(self) -> str | None:
         await trio.lowlevel.checkpoint()
-        return self._watcher.away or self._writer.away
+        away = self._watcher.away or self._writer.away
+        silent = 0.0 if self._answered is None else time.monotonic() - self._answered
+        if away is None and silent > SILENT_S:
+            return f"it has not answered for {silent:.0f} seconds"
+        return away
 
     # ── tasks and places ──────────────────────────────────────────────────────
 
@@ -168,10 +187,21 @@ class PostgresLog:
     async def join(self, facts: NodeFacts) -> Joined:
         joined = await self._write(membership.join, facts)
         self.incarnation, self.lost = joined.incarnation, trio.Event()
+        self._attended |= set(self._reading)
         return joined
 
     async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
-        return await self._watcher.run(membership.sign, incarnation, report)
+        """A sign of life; with it the log learns who reads here."""
+        attended, self._attended = self._attended, set()
+        reading = dict(self._reading) if attended else None
+        try:
+            alive = await self._watcher.run(membership.sign, incarnation, report, reading)
+            if attended:
+                await self._watcher.run(events.heard, tuple(attended), time.time())
+        except LogAway:
+            self._attended |= attended
+            raise
+        return alive
 
     async def signs(self) -> Mapping[int, int]:
         return await self._watcher.run(membership.signs)
@@ -224,6 +254,19 @@ class PostgresLog:
                 )
         await self.put_back_lost()
         self.open_places = await self._watcher.run(places.count_open, COUNTED_PLACES)
+        await self.look()
+
+    async def look(self) -> None:
+        """Read how the log stands."""
+        now = time.time()
+        weigh = now - self._weighed >= WEIGH_S
+        found = await self._watcher.run(
+            events.standing, now - self._retention.silence_s, self.standing, weigh=weigh
+        )
+        self.standing, self._answered = found, time.monotonic()
+        if weigh:
+            self._weighed = now
+            self._attended |= set(self._reading)  # who reads for days is heard too
 
     # ── events and consumers ──────────────────────────────────────────────────
 
@@ -245,14 +288,22 @@ class PostgresLog:
             events.events, after, limit, filters or Filters(), encoder or json_encoder(), self._recent
         )
 
+    async def end(self) -> Cursor:
+        return await self._read(events.end)
+
     async def position(self, consumer: str) -> Cursor:
         return await self._read(events.position, consumer)
+
+    async def meet(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
+        return await self._write(events.meet, consumer, begin, now, self._retention.silence_s)
 
     async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
         return await self._write(events.acknowledge, consumer, cursor, now, self._retention.silence_s)
 
-    async def attend(self, consumer: str, change: int, *, now: float) -> None:
-        await self._write(events.attend, consumer, change, now)
+    def attend(self, consumer: str, change: int) -> None:
+        self._reading[consumer] += change
+        self._reading += Counter()  # drops those at 0
+        self._attended.add(consumer)
 
     async def forget(self, consumer: str) -> bool:
         return await self._write(events.forget, consumer)
@@ -339,6 +390,11 @@ class PostgresLog:
 
     async def places_over(self, task_id: str) -> tuple[Facts, ...]:
         return tuple(facts for facts, _ in await self._read(places.read_facts, task_id))
+
+    async def finished_groups(
+        self, limit: int, *, until: float | None = None, state: str | None = None, task_id: str | None = None
+    ) -> tuple[Mapping[str, Json], ...]:
+        return await self._read(queries.finished_groups, limit, until, state, task_id)
 
     # ── evaluations ───────────────────────────────────────────────────────────
 

@@ -1,12 +1,16 @@
-"""What the API asks: tasks, sessions, runs of one name, forks and earlier attempts."""
+"""What the API asks: tasks, sessions, runs of one name, forks, earlier attempts and finished groups."""
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from polarnode.core.codec.json import read_json, structure
+from polarnode.core.codec.json import plain, read_json, structure
+from polarnode.core.conversation import Json
+from polarnode.core.errors import Unreadable
 from polarnode.core.status import SessionRecord
 from polarnode.core.task import TaskSpec
+from polarnode.journal.damage import decoding
 from polarnode.journal.entries import RUN
+from polarnode.journal.finished_groups import SCANNED, has_forks, shown_group
 from polarnode.journal.forks import EarlierAttempt
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.places import read_outcome
@@ -117,3 +121,47 @@ def earlier_attempts(db: Database, place: Identity) -> tuple[EarlierAttempt, ...
         outcome = None if row["outcome"] is None else read_outcome(row["outcome"])
         found.append(EarlierAttempt(identity=known, outcome=outcome, count=row["turns"]))
     return tuple(found)
+
+
+GROUPS: Final = """
+SELECT events.position, events.at, events.task_id, events.body, tasks.submitted, tasks.spec
+FROM events LEFT JOIN tasks USING (task_id)
+WHERE kind = 'group' AND (%(until)s::double precision IS NULL OR at <= %(until)s)
+    AND (%(task_id)s::text IS NULL OR events.task_id = %(task_id)s)
+    AND (%(below)s::bigint IS NULL OR position < %(below)s)
+ORDER BY position DESC LIMIT %(limit)s"""
+
+
+def finished_groups(
+    db: Database, limit: int, until: float | None, state: str | None, task_id: str | None
+) -> tuple[dict[str, Json], ...]:
+    found: list[dict[str, Json]] = []
+    below, seen = None, 0
+    while seen < (SCANNED if state is not None else limit):
+        values = {"until": until, "task_id": task_id, "below": below, "limit": limit}
+        rows = db.execute(GROUPS, values).fetchall()
+        for row in rows:
+            group = _group(db, row)
+            if group is not None and state in (None, group["state"]):
+                found.append(group)
+            if len(found) == limit:
+                return tuple(found)
+        if len(rows) < limit:
+            break
+        below, seen = rows[-1]["position"], seen + len(rows)
+    return tuple(found)
+
+
+def _group(db: Database, row: Mapping[str, Any]) -> dict[str, Json] | None:
+    try:
+        with decoding():
+            group: Any = read_json(bytes(row["body"]))
+            task: Any = {} if row["spec"] is None else read_json(bytes(row["spec"]))
+    except Unreadable:
+        return None
+    forks = None
+    if has_forks(task):
+        rows = db.execute("SELECT * FROM sessions WHERE task_id = %s", (row["task_id"],))
+        known = {each["session_id"]: read_identity(each) for each in rows}
+        forks = {name: plain(each.forked_from) for name, each in known.items() if each is not None}
+    return shown_group(group, task, forks, ended=row["at"], submitted=row["submitted"])

@@ -34,6 +34,7 @@ CREATE TABLE nodes (
     labels jsonb NOT NULL DEFAULT '{}',
     serving jsonb NOT NULL DEFAULT '{}',         -- version by adapter; '' is the base
     report jsonb NOT NULL DEFAULT '{}',          -- figures for people
+    reading jsonb NOT NULL DEFAULT '{}',         -- how many streams each consumer has open here
     state text NOT NULL DEFAULT 'alive' CHECK (state IN ('alive', 'lost', 'left', 'replaced')),
     sign bigint NOT NULL DEFAULT 0,
     began timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -138,8 +139,7 @@ CREATE TABLE consumers (
     name text PRIMARY KEY,
     position bigint NOT NULL,
     moved double precision NOT NULL,
-    heard double precision NOT NULL,
-    streams integer NOT NULL DEFAULT 0
+    heard double precision NOT NULL
 ) WITH (fillfactor = 50);
 
 -- When every consumer that is waited for had acknowledged up to a position.

@@ -31,7 +31,7 @@ GRANT USAGE ON ALL SEQUENCES IN SCHEMA polarnode TO polarnode_node;
 GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA polarnode TO polarnode_node;
 
 GRANT SELECT ON migrations, log, identities, places, consumers, marks, weight_holders TO polarnode_reader;
-GRANT SELECT (incarnation, name, url, version, labels, serving, report, state, sign, began, signed)
+GRANT SELECT (incarnation, name, url, version, labels, serving, report, reading, state, sign, began, signed)
     ON nodes TO polarnode_reader;
 GRANT SELECT (number, task_id, group_id, submitted, priority, requires, image, adapter, max_retries,
     early_stop_min, usable, enough, cancelled) ON tasks TO polarnode_reader;

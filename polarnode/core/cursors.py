@@ -1,0 +1,48 @@
+"""Where a reader of a log is, and the text of it, which readers carry as it is. Pure.
+
+A node alone writes the bare number of the last event. The events of a log that nodes share are numbered by
+one database, which may be restored or replaced by its standby: there the text names the log too, so that a
+reader of a history that was lost is told so. A bare number stands for a position of the log as it is now.
+"""
+
+import re
+from typing import Final
+
+from attrs import frozen
+
+from polarnode.core.errors import Refused
+
+TEXT: Final = r"(?:[0-9A-Za-z-]{1,64}:)?[0-9]{1,19}"  # of a cursor, as a regular expression
+# what a fleet of an earlier release gave its readers: a number for each of its journals
+OLD_FLEET: Final = re.compile(r"v[0-9A-Za-z_-]*")
+MOST_NUMBER: Final = (1 << 63) - 1  # SQLite and PostgreSQL have 64 bits for it
+
+
+@frozen(kw_only=True)
+class Cursor:
+    """Where a reader is: after the event at `position` of the log named `log`. "" stands for the log as it is
+    now.
+    """
+
+    position: int = 0
+    log: str = ""
+
+    @classmethod
+    def read(cls, text: str, path: str | None = None) -> "Cursor":
+        """The cursor that was written as `text`. Raises Refused, with the field's `path`."""
+        field = (path or "a cursor").lstrip("?$.")
+        if OLD_FLEET.fullmatch(text):
+            raise Refused(
+                f"{field} is a position in a fleet of an earlier release, whose journals this log does not"
+                " have: leave it out, to go on after the consumer's position or from the oldest event",
+                path=path,
+            )
+        log, _, number = text.rpartition(":")
+        if not re.fullmatch(TEXT, text) or int(number) > MOST_NUMBER:
+            raise Refused(f"{field} must be a position as the stream's `id:` line has it", path=path)
+        return cls(position=int(number), log=log)
+
+    @property
+    def text(self) -> str:
+        """As a stream's `id:` line has it."""
+        return f"{self.log}:{self.position}" if self.log else str(self.position)
