@@ -453,6 +453,14 @@ def adapter_of(body: Json) -> str:
     return ""
 
 
+def is_deleted(body: Json) -> bool:
+    """Whether the adapter that a version is of was deleted, by its body."""
+    match body:
+        case {"source": {"deleted": _}}:
+            return True
+    return False
+
+
 @frozen(kw_only=True)
 class WeightsRow:
     """One version of the weights, served since `at` (seconds since the epoch)."""

@@ -229,7 +229,7 @@ class Joined:
 @frozen(kw_only=True)
 class LogWeights:
     """A version of the weights; `adapter` is "" for the base. It counts when `holders` are enough, or when it
-    is in a storage that outlives the nodes.
+    is in a storage that outlives the nodes. `counted`: it is the current version, or it was.
     """
 
     version: str
@@ -238,6 +238,7 @@ class LogWeights:
     body: Json
     shared: bool = False
     current: bool = False
+    counted: bool = False
     holders: tuple[int, ...] = ()  # incarnations that are alive
 
 
@@ -402,30 +403,49 @@ class Events(Protocol):
 
 
 class WeightVersions(Protocol):
-    """Versions of the weights and of adapters."""
+    """Versions of the weights and of adapters. Nodes of several models may share a log: `model` is the label
+    of that name of the nodes that serve a version, and each model has its own versions.
+    """
 
-    async def add_weights(self, version: str, body: Json, *, shared: bool = False, at: float) -> None:
+    async def add_weights(
+        self, version: str, body: Json, *, model: str = "", shared: bool = False, at: float
+    ) -> None:
         """Record a version, of the adapter that its body names or of the base. Only the first row of a
         version is kept.
         """
 
-    async def hold_weights(self, version: str, incarnation: int) -> None:
+    async def hold_weights(self, version: str, incarnation: int, *, model: str = "") -> None:
         """Say that a node has the files of a version."""
 
-    async def serve_weights(self, version: str, *, holders: int = 2) -> bool:
+    async def serve_weights(self, version: str, *, model: str = "", holders: int = 2) -> bool:
         """Make a version the current one, if enough nodes that are alive have it or it is shared."""
 
-    async def change_weights(self, version: str, body: Json) -> None:
-        """Record what else became of a version."""
+    async def change_weights(self, version: str, body: Json, *, model: str = "") -> None:
+        """Record what else became of a version. One of an adapter that was deleted is not current any
+        more.
+        """
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         """Say what a node serves, by adapter."""
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
-        """Nodes that are alive and do not serve the current version of the base."""
+        """Nodes that are alive and do not serve the current version of their model's base."""
 
-    async def weights(self, *, adapters: bool = False, limit: int | None = None) -> tuple[LogWeights, ...]:
-        """Versions of the base, or of adapters, newest first."""
+    async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:
+        """A version of the base or of an adapter."""
+
+    async def weights(
+        self, *, model: str = "", adapters: bool = False, latest: bool = False, limit: int | None = None
+    ) -> tuple[LogWeights, ...]:
+        """Versions of the base, or of adapters, newest first. With `latest` only the newest and the current
+        one of the base, or of each adapter.
+        """
+
+    @property
+    def weight_news(self) -> int:
+        """Counts the news of weights among those that `news` counts, so that who waits for a new version
+        does not ask the log about every event.
+        """
 
 
 class Callbacks(Protocol):

@@ -25,7 +25,14 @@ from polarnode.core.task import CAPTURE, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts, member_of
 from polarnode.journal import entries, pending_callbacks, queries, retention
-from polarnode.journal.entries import ROW_BYTES, Entry, PublishedSession
+from polarnode.journal.entries import (
+    ROW_BYTES,
+    Entry,
+    PublishedSession,
+    WeightsRow,
+    adapter_of,
+    is_deleted,
+)
 from polarnode.journal.finished_groups import finished_groups
 from polarnode.journal.forks import EarlierAttempt
 from polarnode.journal.journal import Journal
@@ -71,6 +78,7 @@ class SqliteLog:
     _serving: Mapping[str, str] = field(factory=dict, init=False)
     _current: dict[str, str] = field(factory=dict, init=False)  # the version that counts, by adapter
     _held: set[str] = field(factory=set, init=False)  # versions whose files the node has
+    _weight_news: int = field(default=0, init=False)
     _shared: set[str] = field(factory=set, init=False)  # versions in a storage that outlives it
     _leases: dict[int, tuple[float, int]] = field(factory=dict, init=False)  # by event: until when, and which
     _restores: list[int] | None = field(default=None, init=False)  # nobody else has the journal open
@@ -366,30 +374,37 @@ class SqliteLog:
 
     # ── weights ───────────────────────────────────────────────────────────────
 
-    async def add_weights(self, version: str, body: Json, *, shared: bool = False, at: float) -> None:
+    async def add_weights(
+        self, version: str, body: Json, *, model: str = "", shared: bool = False, at: float
+    ) -> None:
         value = body if isinstance(body, dict) else {"value": body}
         if shared:
             self._shared.add(version)
+        self._tell_of_weights()
         await self.journal.commit(entries.weights_entry(version, value, now=at))
 
-    async def hold_weights(self, version: str, incarnation: int) -> None:
+    async def hold_weights(self, version: str, incarnation: int, *, model: str = "") -> None:
         self._held.add(version)
         await trio.lowlevel.checkpoint()
 
-    async def serve_weights(self, version: str, *, holders: int = 1) -> bool:
+    async def serve_weights(self, version: str, *, model: str = "", holders: int = 1) -> bool:
         row = await self.journal.weights_of(version)
         if row is None or not (version in self._shared or version in self._held):
             return False
         self._current[row.adapter] = version
-        self._news.tell()
+        self._tell_of_weights()
         return True
 
-    async def change_weights(self, version: str, body: Json) -> None:
+    async def change_weights(self, version: str, body: Json, *, model: str = "") -> None:
         value = body if isinstance(body, dict) else {"value": body}
+        if is_deleted(body) and self._current.get(adapter_of(body)) == version:
+            del self._current[adapter_of(body)]
+        self._tell_of_weights()
         await self.journal.commit(entries.weights_changed_entry(version, value))
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         self._serving = dict(versions)
+        self._tell_of_weights()
         await trio.lowlevel.checkpoint()
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
@@ -397,20 +412,40 @@ class SqliteLog:
         stale = current is not None and self._serving.get("") != current
         return await self.nodes() if stale else ()
 
-    async def weights(self, *, adapters: bool = False, limit: int | None = None) -> tuple[LogWeights, ...]:
-        rows = await (self.journal.adapters() if adapters else self.journal.weights(limit))
-        mine = () if self._facts is None else (self._places.incarnation,)
-        return tuple(
-            LogWeights(
-                version=row.version,
-                adapter=row.adapter,
-                at=row.at,
-                body=row.body,
-                shared=row.version in self._shared,
-                current=self._current.get(row.adapter) == row.version,
-                holders=mine if row.version in self._held else (),
-            )
-            for row in rows[:limit]
+    async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:
+        row = await self.journal.weights_of(version)
+        return None if row is None else self._weights(row)
+
+    async def weights(
+        self, *, model: str = "", adapters: bool = False, latest: bool = False, limit: int | None = None
+    ) -> tuple[LogWeights, ...]:
+        rows = await (self.journal.adapters() if adapters else self.journal.weights(1 if latest else limit))
+        if latest:  # what a node alone wrote down last is the current one
+            newest: dict[str, WeightsRow] = {}
+            for row in rows:
+                newest.setdefault(row.adapter, row)
+            rows = tuple(newest.values())
+        return tuple(map(self._weights, rows[:limit]))
+
+    @property
+    def weight_news(self) -> int:
+        return self._weight_news
+
+    def _tell_of_weights(self) -> None:
+        self._weight_news += 1
+        self._news.tell()
+
+    def _weights(self, row: WeightsRow) -> LogWeights:
+        holds = row.version in self._held and self._facts is not None
+        return LogWeights(
+            version=row.version,
+            adapter=row.adapter,
+            at=row.at,
+            body=row.body,
+            shared=row.version in self._shared,
+            current=self._current.get(row.adapter) == row.version,
+            counted=True,  # a node alone writes down what it serves
+            holders=(self._places.incarnation,) if holds else (),
         )
 
     # ── callbacks ─────────────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -620,6 +621,61 @@ async def test_adapter_version_required(log: Log) -> None:
     assert [each.task_id for each in await claim(log, node, serving={"a": "a1"})] == ["u"]
     assert [each.task_id for each in await claim(log, node, serving={"a": "a2"})] == ["t"]
     assert [each.version for each in await log.weights(adapters=True)] == ["a2"]
+
+
+async def test_version_found_by_name(log: Log) -> None:
+    node = await join(log)
+    await log.add_weights("v1", {"step": 1}, shared=True, at=NOW)
+    await log.add_weights("v1", {"step": 2}, at=NOW)
+    await log.hold_weights("v1", node)
+    await log.serve_weights("v1")
+    row = await log.weights_of("v1")
+    assert row is not None
+    assert (row.body, row.current, row.counted, row.holders) == ({"step": 1}, True, True, (node,))
+    assert await log.weights_of("v2") is None
+
+
+async def test_deleted_adapter_not_required(log: Log) -> None:
+    node = await join(log)
+    body = {"kind": "adapter", "adapter": "a"}
+    await log.add_weights("a1", {"source": {**body}}, shared=True, at=NOW)
+    await log.serve_weights("a1")
+    await submit(log, "t", adapter="a")
+    assert not await claim(log, node)
+    await log.change_weights("a1", {"source": {**body, "deleted": "true"}})
+    assert await claim(log, node), "whoever claims it says that there is no such adapter"
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_change_of_weights_is_news(kind: str, dsn: str, tmp_path: Path) -> None:
+    opened = open_sqlite(tmp_path / "j") if kind == "sqlite" else open_postgres(dsn)
+    async with opened as log:
+        node = await join(log)
+        await log.add_weights("v1", {}, shared=True, at=NOW)
+        for change in (partial(log.serve_weights, "v1"), partial(log.serving, node, {"": "v1"})):
+            seen = log.news
+            with trio.fail_after(30):
+                while log.news == seen:  # a notification is lost where nobody listens yet
+                    await change()
+                    await log.wait_news(seen, 1)
+
+
+async def test_versions_of_each_model(shared: Log) -> None:
+    """Two trainers give their versions the same names, and neither makes the other's nodes stale."""
+    policy = await join(shared, "one", labels={"model": "policy"})
+    judge = await join(shared, "two", labels={"model": "judge"})
+    for model, node in (("policy", policy), ("judge", judge)):
+        await shared.add_weights("1", {"of": model}, model=model, at=NOW)
+        await shared.hold_weights("1", node, model=model)
+    assert await shared.serve_weights("1", model="policy", holders=1)
+    (row,) = await shared.weights(model="policy")
+    assert (row.body, row.holders) == ({"of": "policy"}, (policy,))
+    assert [each.current for each in await shared.weights(model="judge")] == [False]
+    assert [each.facts.name for each in await shared.stale_nodes()] == ["one"]
+    await submit(shared, "t", num_samples=2)
+    assert not await claim(shared, policy, 1, labels={"model": "policy"})
+    assert await claim(shared, policy, 1, labels={"model": "policy"}, serving={"": "1"})
+    assert await claim(shared, judge, 1, labels={"model": "judge"})
 
 
 # ── callbacks ─────────────────────────────────────────────────────────────────

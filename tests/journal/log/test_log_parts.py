@@ -72,16 +72,19 @@ def test_two_versions_served_at_once(dsn: str) -> None:
     with open_database(dsn, name="x") as db:
         membership.join(db, NodeFacts(name="n"))
         for number in range(8):
-            weights.add_weights(db, f"v{number}", {}, shared=True, at=NOW)
+            weights.add_weights(db, f"v{number}", {}, model="", shared=True, at=NOW)
 
     def serve(number: int) -> bool:
         with open_database(dsn, name="server") as db:
-            return weights.serve_weights(db, f"v{number}", holders=2)
+            return weights.serve_weights(db, f"v{number}", model="", holders=2)
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(serve, range(8)))
     with open_database(dsn, name="x") as db:
-        assert len([each for each in weights.weights(db, adapters=False, limit=None) if each.current]) == 1
+        assert (
+            len([each for each in weights.weights(db, model="", adapters=False, limit=None) if each.current])
+            == 1
+        )
 
 
 def test_gap_of_each_cursor() -> None:

@@ -382,8 +382,8 @@ RULES: list[tuple[Rule, str, str]] = [
     (_enough_stops, "enough = enough OR coalesce(usable + 1 >= early_stop_min, false)", "enough = enough"),
     (
         _two_holders,
-        "WHERE weight_holders.version = p_version AND nodes.state = 'alive')) THEN",
-        "WHERE weight_holders.version = p_version)) THEN",
+        "WHERE weight_holders.number = wanted.number AND nodes.state = 'alive')) THEN",
+        "WHERE weight_holders.number = wanted.number)) THEN",
     ),
 ]
 

@@ -151,8 +151,8 @@ ORDER BY p.priority DESC, (p.task_id IN (SELECT task_id FROM mine)) DESC, t.imag
 LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 
 FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND NOT t.by_caller AND t.requires <@ %(labels)s
-    AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.adapter IN ('', t.adapter)
-        AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)"""
+    AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.model = %(model)s
+        AND w.adapter IN ('', t.adapter) AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)"""
 
 # Of the tasks that are to end only those are looked at that have not ended: a table of finished ones is not
 # read.
@@ -193,6 +193,7 @@ def claim(db: Database, offer: Offer) -> tuple[Claim, ...]:
         "room": offer.room,
         "window": WINDOW + offer.room,
         "labels": Jsonb(dict(offer.labels)),
+        "model": offer.labels.get("model", ""),
         "images": list(offer.images),
         "serving": Jsonb(dict(offer.serving)),
     }

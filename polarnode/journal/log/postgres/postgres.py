@@ -88,6 +88,7 @@ class PostgresLog:
     _retention: Retention = field(factory=Retention)
     _recent: Recent = field(factory=Recent)
     _news: News = field(factory=News)
+    weight_news: int = field(default=0, init=False)
     open_places: int = field(default=0, init=False)
     standing: LogStanding = field(factory=LogStanding, init=False)
     _weighed: float = field(default=0.0, init=False)  # when the bytes in it were read
@@ -223,14 +224,17 @@ class PostgresLog:
 
     async def watch(self) -> None:
         """Give this node's signs, listen, and put back what silent nodes hold; until it is cancelled."""
-        signed = -SIGN_S
+        signed, opened = -SIGN_S, 0  # what another connection would have told is not known
         while True:
             try:
                 asked = time.monotonic()
                 if asked - signed >= SIGN_S:
                     signed = asked
                     await self._beat()
-                if await self._watcher.run(_listen, LISTEN_S):
+                told = await self._watcher.run(_listen, LISTEN_S)
+                if "weights" in told or self._watcher.opened != opened:
+                    self.weight_news, opened = self.weight_news + 1, self._watcher.opened
+                if told:
                     self._news.tell()
             except LogAway:
                 self._news.tell()  # who waits for news looks again, and learns that the log is away
@@ -323,17 +327,19 @@ class PostgresLog:
 
     # ── weights ───────────────────────────────────────────────────────────────
 
-    async def add_weights(self, version: str, body: Json, *, shared: bool = False, at: float) -> None:
-        await self._write(weights.add_weights, version, body, shared=shared, at=at)
+    async def add_weights(
+        self, version: str, body: Json, *, model: str = "", shared: bool = False, at: float
+    ) -> None:
+        await self._write(weights.add_weights, version, body, model=model, shared=shared, at=at)
 
-    async def hold_weights(self, version: str, incarnation: int) -> None:
-        await self._write(weights.hold_weights, version, incarnation)
+    async def hold_weights(self, version: str, incarnation: int, *, model: str = "") -> None:
+        await self._write(weights.hold_weights, version, incarnation, model=model)
 
-    async def serve_weights(self, version: str, *, holders: int = 2) -> bool:
-        return await self._write(weights.serve_weights, version, holders=holders)
+    async def serve_weights(self, version: str, *, model: str = "", holders: int = 2) -> bool:
+        return await self._write(weights.serve_weights, version, model=model, holders=holders)
 
-    async def change_weights(self, version: str, body: Json) -> None:
-        await self._write(weights.change_weights, version, body)
+    async def change_weights(self, version: str, body: Json, *, model: str = "") -> None:
+        await self._write(weights.change_weights, version, body, model=model)
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         await self._write(weights.serving, incarnation, versions)
@@ -341,8 +347,13 @@ class PostgresLog:
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         return await self._read(weights.stale_nodes)
 
-    async def weights(self, *, adapters: bool = False, limit: int | None = None) -> tuple[LogWeights, ...]:
-        return await self._read(weights.weights, adapters=adapters, limit=limit)
+    async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:
+        return await self._read(weights.weights_of, version, model=model)
+
+    async def weights(
+        self, *, model: str = "", adapters: bool = False, latest: bool = False, limit: int | None = None
+    ) -> tuple[LogWeights, ...]:
+        return await self._read(weights.weights, model=model, adapters=adapters, latest=latest, limit=limit)
 
     # ── callbacks ─────────────────────────────────────────────────────────────
 
@@ -433,10 +444,12 @@ class PostgresLog:
         return await self._write(evaluations.pending_evaluations, incarnation)
 
 
-def _listen(db: Database, seconds: float) -> bool:
-    """Wait for notifications; whether there was one. LISTEN again costs nothing where it listens already."""
+def _listen(db: Database, seconds: float) -> frozenset[str]:
+    """Wait for notifications, and give what they are of. LISTEN again costs nothing where it listens
+    already.
+    """
     db.execute("LISTEN polarnode")
-    return any(True for _ in db.notifies(timeout=seconds, stop_after=1))
+    return frozenset(each.payload for each in db.notifies(timeout=seconds, stop_after=1))
 
 
 @asynccontextmanager

@@ -12,44 +12,54 @@ from psycopg.types.json import Jsonb
 
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json
-from polarnode.journal.entries import adapter_of
+from polarnode.journal.entries import adapter_of, is_deleted
 from polarnode.journal.log.port import LogWeights, NodeRow
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.membership import NODES, read_node
 
+NOTIFY: Final = "SELECT pg_notify('polarnode', 'weights')"
 
-def add_weights(db: Database, version: str, body: Json, *, shared: bool, at: float) -> None:
+
+def add_weights(db: Database, version: str, body: Json, *, model: str, shared: bool, at: float) -> None:
     db.execute(
-        "INSERT INTO weights (version, adapter, at, body, shared) VALUES (%s, %s, %s, %s, %s)"
-        " ON CONFLICT (version) DO NOTHING",
-        (version, adapter_of(body), at, dump_json(body), shared),
+        "INSERT INTO weights (model, version, adapter, at, body, shared) VALUES (%s, %s, %s, %s, %s, %s)"
+        " ON CONFLICT (model, version) DO NOTHING",
+        (model, version, adapter_of(body), at, dump_json(body), shared),
     )
+    db.execute(NOTIFY)
 
 
-def hold_weights(db: Database, version: str, incarnation: int) -> None:
+def hold_weights(db: Database, version: str, incarnation: int, *, model: str) -> None:
     db.execute(
-        "INSERT INTO weight_holders SELECT version, %s FROM weights WHERE version = %s"
+        "INSERT INTO weight_holders SELECT number, %s FROM weights WHERE model = %s AND version = %s"
         " ON CONFLICT DO NOTHING",
-        (incarnation, version),
+        (incarnation, model, version),
     )
+    db.execute(NOTIFY)
 
 
-def serve_weights(db: Database, version: str, *, holders: int) -> bool:
-    row = db.execute("SELECT serve_version(%s, %s) AS served", (version, holders)).fetchone()
+def serve_weights(db: Database, version: str, *, model: str, holders: int) -> bool:
+    row = db.execute("SELECT serve_version(%s, %s, %s) AS served", (model, version, holders)).fetchone()
     return row is not None and bool(row["served"])
 
 
-def change_weights(db: Database, version: str, body: Json) -> None:
-    db.execute("UPDATE weights SET body = %s WHERE version = %s", (dump_json(body), version))
+def change_weights(db: Database, version: str, body: Json, *, model: str) -> None:
+    db.execute(
+        "UPDATE weights SET body = %s, current = current AND NOT %s WHERE model = %s AND version = %s",
+        (dump_json(body), is_deleted(body), model, version),
+    )
+    db.execute(NOTIFY)
 
 
 def serving(db: Database, incarnation: int, versions: Mapping[str, str]) -> None:
     db.execute("UPDATE nodes SET serving = %s WHERE incarnation = %s", (Jsonb(dict(versions)), incarnation))
+    db.execute(NOTIFY)
 
 
 STALE: Final = (
     NODES
     + """WHERE state = 'alive' AND EXISTS (SELECT 1 FROM weights WHERE current AND adapter = ''
+    AND model = coalesce(nodes.labels ->> 'model', '')
     AND version IS DISTINCT FROM nodes.serving ->> '') ORDER BY name, incarnation"""
 )
 
@@ -60,12 +70,24 @@ def stale_nodes(db: Database) -> tuple[NodeRow, ...]:
 
 WEIGHTS: Final = """
 SELECT weights.*, ARRAY(SELECT incarnation FROM weight_holders JOIN nodes USING (incarnation)
-    WHERE weight_holders.version = weights.version AND nodes.state = 'alive' ORDER BY incarnation) AS holders
-FROM weights WHERE (adapter <> '') = %s ORDER BY number DESC LIMIT %s"""
+    WHERE weight_holders.number = weights.number AND nodes.state = 'alive' ORDER BY incarnation) AS holders
+FROM weights WHERE model = %s """
 
 
-def weights(db: Database, *, adapters: bool, limit: int | None) -> tuple[LogWeights, ...]:
-    return tuple(map(_weights, db.execute(WEIGHTS, (adapters, limit))))
+def weights_of(db: Database, version: str, *, model: str) -> LogWeights | None:
+    row = db.execute((WEIGHTS + "AND version = %s").encode(), (model, version)).fetchone()
+    return None if row is None else _weights(row)
+
+
+LATEST: Final = """AND (current OR number IN
+    (SELECT max(number) FROM weights newest WHERE newest.model = weights.model GROUP BY newest.adapter)) """
+
+
+def weights(
+    db: Database, *, model: str, adapters: bool, latest: bool, limit: int | None
+) -> tuple[LogWeights, ...]:
+    which = f"{WEIGHTS}{LATEST if latest else ''}AND (adapter <> '') = %s ORDER BY number DESC LIMIT %s"
+    return tuple(map(_weights, db.execute(which.encode(), (model, adapters, limit))))
 
 
 def _weights(row: Mapping[str, Any]) -> LogWeights:
@@ -76,5 +98,6 @@ def _weights(row: Mapping[str, Any]) -> LogWeights:
         body=read_json(bytes(row["body"])),
         shared=row["shared"],
         current=row["current"],
+        counted=row["counted"],
         holders=tuple(row["holders"]),
     )

@@ -145,21 +145,26 @@ CREATE TABLE consumers (
 -- When every consumer that is waited for had acknowledged up to a position.
 CREATE TABLE marks (position bigint PRIMARY KEY, at double precision NOT NULL);
 
+-- Versions in the order in which they were brought. Nodes of several models share a log: each model has its own
+-- names and its own current version.
 CREATE TABLE weights (
     number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    model text NOT NULL,                         -- the label `model` of the nodes that serve it
     adapter text NOT NULL,                       -- '' is the base
-    version text NOT NULL UNIQUE,
+    version text NOT NULL,
     at double precision NOT NULL,
     body bytea NOT NULL,
     shared boolean NOT NULL DEFAULT false,       -- its files are in a storage that outlives every node
-    current boolean NOT NULL DEFAULT false
+    current boolean NOT NULL DEFAULT false,
+    counted boolean NOT NULL DEFAULT false,      -- it is or was the current one
+    UNIQUE (model, version)
 );
-CREATE UNIQUE INDEX weights_current ON weights (adapter) WHERE current;
+CREATE UNIQUE INDEX weights_current ON weights (model, adapter) WHERE current;
 
 CREATE TABLE weight_holders (
-    version text NOT NULL REFERENCES weights (version) ON DELETE CASCADE,
+    number bigint NOT NULL REFERENCES weights ON DELETE CASCADE,
     incarnation bigint NOT NULL,
-    PRIMARY KEY (version, incarnation)
+    PRIMARY KEY (number, incarnation)
 );
 
 -- Events that the receiver of a task's callback has not accepted yet.

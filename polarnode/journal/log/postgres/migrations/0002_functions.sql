@@ -268,19 +268,21 @@ END $$;
 
 -- Make a version the current one of its adapter, if so many nodes that are alive have its files, or a shared
 -- storage has.
-CREATE FUNCTION serve_version(p_version text, p_holders integer) RETURNS boolean LANGUAGE plpgsql AS $$
+CREATE FUNCTION serve_version(p_model text, p_version text, p_holders integer)
+RETURNS boolean LANGUAGE plpgsql AS $$
 DECLARE
     wanted weights;
 BEGIN
     LOCK TABLE weights IN SHARE ROW EXCLUSIVE MODE;
-    SELECT * INTO wanted FROM weights WHERE version = p_version;
+    SELECT * INTO wanted FROM weights WHERE model = p_model AND version = p_version;
     IF NOT FOUND OR NOT (wanted.shared OR p_holders <= (
         SELECT count(*) FROM weight_holders JOIN nodes USING (incarnation)
-        WHERE weight_holders.version = p_version AND nodes.state = 'alive')) THEN
+        WHERE weight_holders.number = wanted.number AND nodes.state = 'alive')) THEN
         RETURN false;
     END IF;
-    UPDATE weights SET current = false WHERE adapter = wanted.adapter AND current AND version <> p_version;
-    UPDATE weights SET current = true WHERE version = p_version;
+    UPDATE weights SET current = false
+        WHERE model = p_model AND adapter = wanted.adapter AND current AND number <> wanted.number;
+    UPDATE weights SET current = true, counted = true WHERE number = wanted.number;
     PERFORM pg_notify('polarnode', 'weights');
     RETURN true;
 END $$;

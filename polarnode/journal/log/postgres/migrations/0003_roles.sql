@@ -39,5 +39,5 @@ GRANT SELECT (number, session_id, task_id, place, attempt, incarnation, forked_f
     turns, sampled, finished, retried_as) ON sessions TO polarnode_reader;
 GRANT SELECT (position, kind, key, task_id, group_id, session_id, outcome, reward, at, bytes)
     ON events TO polarnode_reader;
-GRANT SELECT (number, adapter, version, at, shared, current) ON weights TO polarnode_reader;
+GRANT SELECT (number, model, adapter, version, at, shared, current, counted) ON weights TO polarnode_reader;
 GRANT SELECT (position, task_id, leased_until) ON callbacks TO polarnode_reader;
