@@ -1,14 +1,16 @@
 """Callbacks: each event of a task is POSTed to the task's URL until the receiver accepts it.
 
-The journal records which events are pending. Everything kept here may be forgotten without loss, so each
-table is bounded. Events of one task are sent in order. An attempt always ends, never raises past `Callbacks`,
-and goes to the task's URL alone: the environment's proxies and credentials are not used, redirects are not
-followed, and the address connected to is one that was checked. The task's `callback_format` selects the body
-of an event; integrations register their own formats.
+The log records which events are pending, and leases each to one node at a time: one that dies while it sends
+leaves an event that another sends again, so a receiver may get one twice, under the same key. Everything kept
+here may be forgotten without loss, so each table is bounded. Events of one task are sent in order. An attempt
+always ends, never raises past `Callbacks`, and goes to the task's URL alone: the environment's proxies and
+credentials are not used, redirects are not followed, and the address connected to is one that was checked.
+The task's `callback_format` selects the body of an event; integrations register their own formats.
 """
 
 import logging
 import random
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -26,7 +28,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import trio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from polarnode.containers.egress.requests import Resolver, is_own
 from polarnode.containers.egress.rules import (
@@ -39,10 +41,11 @@ from polarnode.containers.egress.rules import (
 )
 from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import json_key
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.task import TaskSpec
-from polarnode.journal.journal import Journal
-from polarnode.journal.pending_callbacks import EVENT_FORMAT, PendingCallback
+from polarnode.journal.log.port import LeasedCallback, Log, LogAway
+from polarnode.journal.pending_callbacks import EVENT_FORMAT, CallbackCounts
 from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, StoredEvent, TaskRecord
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import open_background
@@ -64,7 +67,7 @@ class CallbackFormat:
     """
 
     kinds: tuple[EventKind, ...]
-    body: Callable[[Journal, StoredEvent, TaskRecord], AsyncGenerator[bytes, None]]
+    body: Callable[[Log, StoredEvent, TaskRecord], AsyncGenerator[bytes, None]]
     refusal: Callable[[bytes], str | None] = lambda reply: None
 
 
@@ -194,27 +197,28 @@ REPLY_BYTES = 64 << 10
 class Poster:
     """Sends events to their receivers. `formats` maps names to the formats other than `event`."""
 
-    journal: Journal
+    log: Log
     client: httpx2.AsyncClient
     receivers: Receivers
     formats: Mapping[str, CallbackFormat] = field(factory=dict)
 
-    async def send(self, pending: PendingCallback) -> bool:
+    async def send(self, callback: LeasedCallback) -> bool:
         """Send one event. True when the receiver accepted it, False when the event is pruned. Raises
-        CallbackFailed when the event must be sent again.
+        CallbackFailed when the event must be sent again, and LogAway where it cannot be read now.
         """
-        page = await self.journal.events(pending.seq - 1, filters=Filters(kinds=USUAL_KINDS), limit=1)
-        if not page.events or page.events[0].seq != pending.seq:
+        before = Cursor(position=callback.position - 1)
+        found = await self.log.events(before, filters=Filters(kinds=USUAL_KINDS), limit=1)
+        if not found.page.events or found.page.events[0].seq != callback.position:
             return False
         with trio.move_on_after(ATTEMPT_S):
             with boundary(CallbackFailed, "it could not be sent"):
-                status, refusal = await self._post(pending, page.events[0])
+                status, refusal = await self._post(callback, found.page.events[0], found.log)
             if refusal is not None:
                 logger.warning(
                     "the callback %s of task %s: the receiver did not take %s: %s",
-                    shown(pending.url),
-                    pending.task_id,
-                    page.events[0].key,
+                    shown(callback.url),
+                    callback.task_id,
+                    callback.key,
                     refusal,
                 )
                 raise CallbackFailed(NOT_TAKEN)
@@ -223,24 +227,24 @@ class Poster:
             raise CallbackFailed(
                 f"it answered {status}" + (", and redirects are not followed" if 300 <= status < 400 else "")
             )
-        logger.info("the callback %s took more than %g s", shown(pending.url), ATTEMPT_S)
+        logger.info("the callback %s took more than %g s", shown(callback.url), ATTEMPT_S)
         raise CallbackFailed(NO_ANSWER)
 
-    async def _post(self, pending: PendingCallback, event: StoredEvent) -> tuple[int, str | None]:
+    async def _post(self, callback: LeasedCallback, event: StoredEvent, log: str) -> tuple[int, str | None]:
         """POST a body to the first of the receiver's addresses that can be connected to, and return the
         response's status, and why its receiver did not take it although the status is 2xx.
         """
-        url = httpx2.URL(pending.url)
-        chosen, body = await self._body(event, await self.journal.task(pending.task_id))
+        url = httpx2.URL(callback.url)
+        chosen, body = await self._body(event, await self.log.task(callback.task_id), log)
         for address in await self.receivers.addresses(url):
             try:
                 status, reply = await self._post_to(address, url, body, event)
                 refusal = None if chosen is None or status >= 300 else chosen.refusal(reply)
                 return status, refusal
             except httpx2.ConnectError as error:
-                logger.info("the callback %s at %s: %s", shown(pending.url), address, error)
+                logger.info("the callback %s at %s: %s", shown(callback.url), address, error)
             except (httpx2.HTTPError, OSError) as error:
-                logger.info("the callback %s at %s: %s", shown(pending.url), address, error)
+                logger.info("the callback %s at %s: %s", shown(callback.url), address, error)
                 break  # its body may have been read
         raise CallbackFailed(NO_ANSWER)
 
@@ -274,18 +278,18 @@ class Poster:
                 return response.status_code, reply
 
     async def _body(
-        self, event: StoredEvent, task: TaskRecord | None
+        self, event: StoredEvent, task: TaskRecord | None, log: str
     ) -> tuple[CallbackFormat | None, CallbackBody]:
-        """The task's format, and the event in it. It is the plain event, and None, if the task is pruned or
-        its format does not send this kind.
+        """The task's format, and the event in it. It is the plain event of the log named `log`, and None, if
+        the task is pruned or its format does not send this kind.
         """
         chosen = None if task is None else self.formats.get(task.spec.callback_format)
         if chosen is not None and task is not None and event.kind in chosen.kinds:
             make, record = chosen.body, task
-            return chosen, await measured(lambda: make(self.journal, event, record))
+            return chosen, await measured(lambda: make(self.log, event, record))
 
         async def pieces() -> AsyncGenerator[bytes, None]:
-            yield event.json(self.journal.id)
+            yield event.json(log)
 
         return None, await measured(pieces)
 
@@ -301,16 +305,19 @@ def shown(url: str) -> str:
 # a trainer that is up again gets its events within about a minute
 PAUSES: Final = Backoff(first_s=1.0, longest_s=60.0, jitter=0.25)
 AT_ONCE = 32  # concurrent POSTs to URLs that answer: each holds one session's JSON, a few megabytes
-# concurrent POSTs to URLs whose last POSTs all failed: separate slots, so that they delay no others
+# concurrent POSTs to URLs whose last POSTs all failed, one to each: they delay no others
 PROBES = 8
 AT_ONE_URL = 4  # concurrent POSTs to one URL: a trainer processes its groups one after another anyway
-URLS = 256  # URLs served at once; a URL that is paused does not count
-HEADS = 64  # tasks examined in one round of a URL
-# tasks and URLs whose pauses are kept: 200 bytes each; one that is dropped is only retried earlier
+# an event is leased when its attempt begins, and reading it and saying what came of it take a moment: the
+# events of a node that died are sent by another so much later
+LEASE_S = ATTEMPT_S + 15.0
+# URLs whose pauses are kept: 200 bytes each; one that is dropped is only retried earlier
 REMEMBERED = 20_000
 TROUBLES = 20  # URLs listed in the status with their last failure
-LOOK_S = 0.25  # the least time between two queries for pending events, however many events arrive
-UNREAD_S = 5.0  # before the next query when the journal could not be read
+LOOK_S = 0.25  # the least time between two looks for pending events that news of the log causes
+# between looks while events are pending: for those that another node failed to send, or died with
+AGAIN_S = 1.0
+UNREAD_S = 5.0  # before the next look when the log could not be read
 SETTLE_S = 5.0  # at shutdown, for the events of the last sessions: a receiver that answers needs about one
 CLOSE_S = 5.0  # for closing idle connections
 
@@ -319,10 +326,10 @@ CLOSE_S = 5.0  # for closing idle connections
 class CallbackStatistics:
     """Counts of callbacks, as GET /v1/status reports them.
 
-    Since the node's start: events `taken` by receivers, and attempts that `failed`. Since the journal was
-    created: events that retention pruned before they were accepted (`expired`). Now: events `pending` as of
-    the last query, POSTs `under_way`, `urls` being served, and `trouble`: the error of the last failed
-    attempt by URL (without its query), for the last few URLs.
+    Since the node's start: events `taken` by receivers, and attempts that `failed`. Since the log was
+    created: events that retention pruned before they were accepted (`expired`). Now: events of all nodes
+    that are `pending`, as of the last query; POSTs `under_way` here, to so many `urls`; and `trouble`: the
+    error of the last failed attempt by URL (without its query), for the last few URLs.
     """
 
     taken: int = 0
@@ -335,12 +342,12 @@ class CallbackStatistics:
 
 
 @define(eq=False)
-class RetryPause:
-    """How long a URL or a task is paused after failures. `url` is the URL of a task."""
+class UrlPause:
+    """A URL that failed: `failures` in a row. It is tried again at `until`, and was last tried at `tried`."""
 
-    url: str = ""
     failures: int = 0
     until: float = 0.0
+    tried: float = 0.0
 
     @property
     def resting(self) -> bool:
@@ -348,28 +355,29 @@ class RetryPause:
 
     def extend(self) -> None:
         """Extend the pause after one more failure."""
-        self.until = trio.current_time() + PAUSES.delay(self.failures, draw=random.random())
+        self.tried = trio.current_time()
+        self.until = self.tried + PAUSES.delay(self.failures, draw=random.random())
         self.failures += 1
 
 
 @define(eq=False)
 class Callbacks:
-    """Sends a node's callbacks. Created by `open_callbacks`."""
+    """Sends callbacks from a node. Created by `open_callbacks`."""
 
-    journal: Journal
+    log: Log
     poster: Poster
-    _slots: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
-    _probes: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(PROBES), init=False)
-    _working: set[str] = field(factory=set, init=False)  # URLs
-    # that failed, or whose tasks are all paused
-    _urls: dict[str, RetryPause] = field(factory=dict, init=False)
-    _tasks: dict[str, RetryPause] = field(factory=dict, init=False)  # whose event was not accepted
+    _under_way: Counter[str] = field(factory=Counter, init=False)  # events that are being sent, by URL
+    _accepted: Counter[str] = field(factory=Counter, init=False)  # since the first of these began
+    _probed: set[str] = field(factory=set, init=False)  # URLs of these that failed before
+    _urls: dict[str, UrlPause] = field(factory=dict, init=False)  # that failed
     _trouble: dict[str, str] = field(factory=dict, init=False)
-    _news: trio.Event = field(factory=trio.Event, init=False)
+    _wake: trio.Event = field(factory=trio.Event, init=False)
+    _looks: int = field(default=0, init=False)
+    _found: int = field(default=0, init=False)  # events, by the last look
+    _counted: float = field(default=-float("inf"), init=False)
     _taken: int = field(default=0, init=False)
     _failed: int = field(default=0, init=False)
-    _expired: int = field(default=0, init=False)
-    _pending: int = field(default=0, init=False)
+    _counts: CallbackCounts = field(factory=lambda: CallbackCounts(pending=0, expired=0), init=False)
 
     @property
     def own_ports(self) -> list[Collection[int]]:
@@ -394,20 +402,18 @@ class Callbacks:
         return CallbackStatistics(
             taken=self._taken,
             failed=self._failed,
-            expired=self._expired,
-            pending=self._pending,
-            under_way=self._slots.borrowed_tokens + self._probes.borrowed_tokens,
-            urls=len(self._working),
+            expired=self._counts.expired,
+            pending=self._counts.pending,
+            under_way=self._under_way.total(),
+            urls=len(self._under_way),
             trouble=dict(self._trouble),
         )
 
     async def settle(self) -> None:
-        """Return when only paused URLs have pending events."""
-        await self.journal.flushed()
-        while await self.journal.pending_callback_count():
-            resting = [url for url, pause in self._urls.items() if pause.resting]
-            if not self._working and not await self.journal.pending_callback_urls(1, resting):
-                return
+        """Return when this node has nothing to send now: what is pending rests, or is another node's."""
+        begun = self._looks
+        while self._under_way or self._found or self._looks < begun + 2:  # one may have begun before this
+            self._wake.set()
             await trio.sleep(LOOK_S)
 
     async def run(self, ready: trio.Event) -> None:
@@ -416,130 +422,139 @@ class Callbacks:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
             while True:
+                self._wake = trio.Event()
                 try:
-                    until = await self._begin(nursery)
-                except PolarnodeError:
-                    logger.exception("pending callbacks could not be read")
-                    until = trio.current_time() + UNREAD_S
-                await trio.sleep(LOOK_S)
-                with trio.move_on_at(until):
-                    await self._news.wait()
-                self._news = trio.Event()
+                    self._found = await self._look(nursery)
+                except PolarnodeError as error:
+                    logger.warning("pending callbacks could not be read: %s", error)
+                    await trio.sleep(UNREAD_S)
+                    continue
+                self._looks += 1
+                with trio.move_on_at(self._next_rest()):
+                    await self._wake.wait()
 
     async def _watch(self) -> None:
-        """Wake `run` at every new event."""
-        seen = self.journal.last_seq
+        """Wake `run` at news of the log, and now and then without any."""
         while True:
-            await self.journal.wait_after(seen)
-            seen = self.journal.last_seq
-            self._news.set()
+            seen = self.log.news
+            self._wake.set()
+            await trio.sleep(LOOK_S)
+            await self.log.wait_news(seen, AGAIN_S)
 
-    async def _begin(self, nursery: trio.Nursery) -> float:
-        """Start a Trio task for each URL that has pending events and is not paused. Return the time at which
-        the first of the paused ones may be tried again.
-        """
-        self._pending = await self.journal.pending_callback_count()
-        expired = await self.journal.expired_callbacks()
-        if expired > self._expired:
+    # ── one look ──────────────────────────────────────────────────────────────
+
+    async def _look(self, nursery: trio.Nursery) -> int:
+        """Lease what can be sent now, and begin to send it. The number of events."""
+        if not self.log.callbacks_pending:
+            self._counts = evolve(self._counts, pending=0)
+            return 0
+        await self._count()
+        rooms = {url: max(0, AT_ONE_URL - count) for url, count in self._under_way.items()}
+        rooms |= dict.fromkeys(self._urls, 0)
+        room = AT_ONCE - (self._under_way.total() - len(self._probed))
+        found: list[LeasedCallback] = []
+        if room > 0:
+            found += await self.log.lease_callbacks(room, seconds=LEASE_S, each=AT_ONE_URL, rooms=rooms)
+        self._begin(nursery, found)
+        return len(found) + await self._probe(nursery)
+
+    async def _probe(self, nursery: trio.Nursery) -> int:
+        """Begin to send one event to each of some URLs that failed and rest no more."""
+        free = PROBES - len(self._probed)
+        due = [url for url, pause in self._urls.items() if not pause.resting and url not in self._under_way]
+        due = sorted(due, key=lambda url: self._urls[url].until)[:free]
+        if not due:
+            return 0
+        rooms = dict.fromkeys(due, 1)
+        found = await self.log.lease_callbacks(len(due), seconds=LEASE_S, each=0, rooms=rooms)
+        probed = {each.url for each in found}
+        self._probed |= probed
+        self._begin(nursery, found)
+        for url in set(due) - probed:  # its events rest themselves, or it has none any more
+            pause = self._urls[url]
+            pause.until = trio.current_time() + AGAIN_S
+            if pause.until - pause.tried > 2 * PAUSES.longest_s:
+                del self._urls[url]
+        return len(found)
+
+    def _begin(self, nursery: trio.Nursery, leased: Iterable[LeasedCallback]) -> None:
+        for each in leased:
+            self._under_way[each.url] += 1
+            nursery.start_soon(self._serve, each)
+
+    async def _count(self) -> None:
+        now = trio.current_time()
+        if now - self._counted < LOOK_S:
+            return
+        self._counted, before = now, self._counts.expired
+        self._counts = await self.log.callback_counts()
+        if self._counts.expired > before:
             logger.warning(
-                "%d events were pruned by the journal's retention before their receivers accepted them",
-                expired - self._expired,
+                "%d events were pruned by the log's retention before their receivers accepted them",
+                self._counts.expired - before,
             )
-        self._expired = expired
-        resting = {url: pause.until for url, pause in self._urls.items() if pause.resting}
-        if self._pending and len(self._working) < URLS:
-            for url in await self.journal.pending_callback_urls(URLS, [*self._working, *resting]):
-                if url not in self._working and url not in resting and len(self._working) < URLS:
-                    self._working.add(url)
-                    nursery.start_soon(self._serve_url, url)
-        return min(resting.values(), default=float("inf"))
 
-    # ── one URL ───────────────────────────────────────────────────────────────
+    def _next_rest(self) -> float:
+        """When the first URL that rests now is tried again."""
+        now = trio.current_time()
+        return min((each.until for each in self._urls.values() if each.until > now), default=float("inf"))
 
-    async def _serve_url(self, url: str) -> None:
+    # ── one event ─────────────────────────────────────────────────────────────
+
+    async def _serve(self, callback: LeasedCallback) -> None:
+        """Send one event, and say what came of it."""
+        url, before = callback.url, self._accepted[callback.url]
         try:
-            while await self._round(url):
-                await self.journal.flushed()  # so that an accepted event is not read as pending again
-        except PolarnodeError:
-            logger.exception("pending callbacks of %s could not be read", shown(url))
-            self._rest(url)
-        finally:
-            self._working.discard(url)
-            self._news.set()
-
-    async def _round(self, url: str) -> bool:
-        """Send the oldest event of some of a URL's tasks. True when it may have more to send now."""
-        resting = {
-            name: pause.until for name, pause in self._tasks.items() if pause.url == url and pause.resting
-        }
-        heads = await self.journal.pending_callbacks(url, HEADS, resting)
-        # SQLite limits the number of parameters, so the list of names to skip is bounded
-        heads = tuple(head for head in heads if head.task_id not in resting)
-        if not heads:
-            if resting:
-                self._urls.setdefault(url, RetryPause()).until = min(resting.values())
-            return False
-        pause = self._urls.get(url)
-        failing = pause is not None and pause.failures > 0
-        taken = await self._send_all(
-            heads[:1] if failing else heads, self._probes if failing else self._slots
-        )
-        if taken:
-            self._urls.pop(url, None)
-            return True
-        self._rest(url)
-        return False
-
-    def _rest(self, url: str) -> None:
-        pause = self._urls.get(url) or RetryPause()
-        pause.extend()
-        remember(self._urls, url, pause, most=REMEMBERED)
-
-    async def _send_all(self, heads: tuple[PendingCallback, ...], slots: trio.CapacityLimiter) -> int:
-        """Send events and return how many were accepted. After a first failure no POST is started until one
-        is accepted, so a dead URL gets a few requests at most.
-        """
-        ours, ends = trio.CapacityLimiter(AT_ONE_URL), list[bool]()
-
-        async def one(head: PendingCallback) -> None:
-            async with ours, slots:
-                if any(ends) or not ends:
-                    ends.append(await self._send(head))
-
-        async with trio.open_nursery() as nursery:
-            for head in heads:
-                nursery.start_soon(one, head)
-        return sum(ends)
-
-    async def _send(self, head: PendingCallback) -> bool:
-        """True when the event is no longer pending."""
-        try:
-            taken = await self.poster.send(head)
+            accepted = await self.poster.send(callback)
+        except LogAway as away:  # the lease ends by itself
+            logger.warning("the callback %s of task %s: %s", shown(url), callback.task_id, away)
         except PolarnodeError as error:
+            logger.info("the callback %s of task %s is tried again: %s", shown(url), callback.task_id, error)
             self._failed += 1
-            pause = self._tasks.get(head.task_id) or RetryPause(url=head.url)
-            pause.extend()
-            remember(self._tasks, head.task_id, pause, most=REMEMBERED)
-            remember(self._trouble, shown(head.url), str(error), most=TROUBLES)
-            logger.info("the callback %s of task %s is tried again: %s", shown(head.url), head.task_id, error)
-            return False
-        self._taken += taken
-        self._tasks.pop(head.task_id, None)
-        self._trouble.pop(shown(head.url), None)
-        self.journal.callback_taken(head.seq)
-        return True
+            remember(self._trouble, shown(url), str(error), most=TROUBLES)
+            if before == self._accepted[url]:  # while it accepts others it does not rest
+                pause = self._urls.get(url) or UrlPause()
+                pause.extend()
+                remember(self._urls, url, pause, most=REMEMBERED)
+            with suppress(PolarnodeError):  # the lease ends by itself
+                # without a random share, so that it is free when its URL is tried again
+                await self.log.callback_failed(callback, after_s=PAUSES.delay(callback.lease - 1))
+        else:
+            self._taken += accepted
+            self._accepted[url] += 1
+            self._urls.pop(url, None)
+            self._trouble.pop(shown(url), None)
+            await self._acknowledge(callback)
+        self._under_way[url] -= 1
+        self._probed.discard(url)
+        if not self._under_way[url]:
+            del self._under_way[url], self._accepted[url]
+        self._wake.set()
+
+    async def _acknowledge(self, callback: LeasedCallback) -> None:
+        """Tell the log that an event was accepted. Where it is away for too long the event is sent again."""
+        with trio.move_on_after(LEASE_S):
+            while True:
+                try:
+                    await self.log.callback_taken(callback)
+                    return
+                except LogAway:
+                    await trio.sleep(AGAIN_S)
+                except PolarnodeError as error:
+                    logger.warning("a callback that was accepted is sent again: %s", error)
+                    return
 
 
 @asynccontextmanager
 async def open_callbacks(
-    journal: Journal,
+    log: Log,
     *,
     formats: Mapping[str, CallbackFormat] | None = None,
     receivers: Receivers | None = None,
 ) -> AsyncIterator[Callbacks]:
-    """Send a node's callbacks while the block runs. Events still pending SETTLE_S after its end are sent by
-    the next run of the node. `formats` are registered besides `event`; `receivers` are where they may go, by
-    default loopback and private networks.
+    """Send callbacks while the block runs. Events still pending SETTLE_S after its end are sent by another
+    node, or by the next run of this one. `formats` are registered besides `event`; `receivers` are where they
+    may go, by default loopback and private networks.
     """
     limits = httpx2.Limits(max_connections=AT_ONCE + PROBES, max_keepalive_connections=AT_ONCE)
     headers = {"accept-encoding": "identity", "user-agent": "polarnode"}
@@ -549,14 +564,11 @@ async def open_callbacks(
         timeout=None, limits=limits, headers=headers, trust_env=False, follow_redirects=False
     )
     try:
-        poster = Poster(
-            journal=journal, client=client, receivers=receivers or Receivers(), formats=formats or {}
-        )
-        callbacks = Callbacks(journal=journal, poster=poster)
+        poster = Poster(log=log, client=client, receivers=receivers or Receivers(), formats=formats or {})
+        callbacks = Callbacks(log=log, poster=poster)
         async with open_background(callbacks.run):
             yield callbacks
-            # an unreadable journal is reported elsewhere
-            with trio.move_on_after(SETTLE_S), suppress(PolarnodeError):
+            with trio.move_on_after(SETTLE_S):
                 await callbacks.settle()
     finally:
         with (

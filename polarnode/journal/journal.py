@@ -13,9 +13,8 @@ import logging
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from sqlite3 import Connection
 from typing import IO, Concatenate, ParamSpec, TypeVar
@@ -29,12 +28,11 @@ from polarnode.core.status import Consumer, SessionRecord
 from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
-from polarnode.journal import entries, pending_callbacks, queries
+from polarnode.journal import entries, queries
 from polarnode.journal.condition import consumer_records, statistics
 from polarnode.journal.damage import Damages
 from polarnode.journal.disk import refusal_of
 from polarnode.journal.entries import (
-    ROW_BYTES,
     Entry,
     WeightsRow,
     session_entry,
@@ -46,7 +44,7 @@ from polarnode.journal.entries import (
 )
 from polarnode.journal.forks import EarlierAttempt, ForkParent, earlier_attempts, fork_parent, forks
 from polarnode.journal.log.news import News
-from polarnode.journal.pending_callbacks import EVENT_KINDS, PendingCallback
+from polarnode.journal.pending_callbacks import EVENT_KINDS
 from polarnode.journal.queries import Recent, places_over
 from polarnode.journal.retention import MOST, acknowledge_entry, forget_entry, longest_unseen, seen_entry
 from polarnode.journal.schema import WAL_KEPT_BYTES, cannot_open, connect, prepare, structure_fault
@@ -121,10 +119,6 @@ class Journal:
     def weights_changed(self, version: str, body: dict[str, Json]) -> None:
         """Record what else became of a version."""
         self._writer.put(weights_changed_entry(version, body))
-
-    def callback_taken(self, seq: int) -> None:
-        """Record that a callback's receiver accepted an event: it is no longer pending."""
-        self._writer.put(Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq)))
 
     def write(self, entry: Entry) -> None:
         """Enqueue an entry that its room made."""
@@ -340,24 +334,6 @@ class Journal:
 
     def _connection(self) -> Connection:
         return connect(self.path, read_only=True, damages=self._damages)
-
-    async def pending_callback_urls(self, most: int, skipped: Collection[str] = ()) -> tuple[str, ...]:
-        """URLs with pending events, those that wait longest first, without those `skipped`."""
-        return await self.query(pending_callbacks.urls, most, skipped)
-
-    async def pending_callbacks(
-        self, url: str, most: int, skipped: Collection[str] = ()
-    ) -> tuple[PendingCallback, ...]:
-        """The oldest pending event of each task of a callback URL, without the tasks `skipped`."""
-        return await self.query(pending_callbacks.heads, url, most, skipped)
-
-    async def pending_callback_count(self) -> int:
-        """The number of pending callback events."""
-        return await self.query(pending_callbacks.count)
-
-    async def expired_callbacks(self) -> int:
-        """Events that retention pruned while they were pending, since the journal's beginning."""
-        return await self.query(pending_callbacks.expired)
 
     # ── condition ─────────────────────────────────────────────────────────────
 

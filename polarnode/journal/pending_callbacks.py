@@ -6,16 +6,16 @@ event, or when retention prunes it, which is counted. Events of one task are in 
 """
 
 import sqlite3
-from collections.abc import Collection
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from attrs import frozen
+
+from polarnode.core.codec.json import dump_json
 
 EVENT_FORMAT: Final = "event"  # the `callback_format` that sends each event as the stream has it
 EVENT_KINDS: Final = ("trajectory", "group", "task")  # and the kinds of events it sends
 EXPIRED: Final = "callbacks_expired"  # in `meta`
-# tasks that one query passes over: SQLite takes 32 766 values, and a URL with so many that failed is dead
-MOST_SKIPPED: Final = 500
 
 
 @frozen(kw_only=True)
@@ -27,12 +27,11 @@ class CallbackTarget:
 
 
 @frozen(kw_only=True)
-class PendingCallback:
-    """The oldest pending event of a task."""
+class CallbackCounts:
+    """Events that are `pending`, and how many retention pruned before their receivers accepted them."""
 
-    seq: int
-    task_id: str
-    url: str
+    pending: int
+    expired: int
 
 
 # ── inside the transaction of an event ────────────────────────────────────────
@@ -81,45 +80,38 @@ def taken(db: sqlite3.Connection, *, seq: int) -> None:
 
 # ── reads ─────────────────────────────────────────────────────────────────────
 
-
-def urls(db: sqlite3.Connection, most: int, skipped: Collection[str] = ()) -> tuple[str, ...]:
-    """URLs with pending events, those whose oldest event is oldest first, without those `skipped`."""
-    marks, values = _placeholders(skipped)
-    rows = db.execute(
-        f"SELECT url FROM callbacks WHERE url NOT IN ({marks}) GROUP BY url ORDER BY min(seq) LIMIT ?",
-        (*values, most),
-    )
-    return tuple(url for (url,) in rows)
+# by URL, so many of the oldest pending event of each task; `leased` events are on their way, or wait
+HEADS: Final = """
+WITH heads AS (
+    SELECT min(seq) AS seq, task_id, url FROM callbacks
+    WHERE url NOT IN (SELECT room.key FROM json_each(:rooms) AS room WHERE room.value < 1)
+    GROUP BY url, task_id
+), free AS (
+    SELECT seq, task_id, url, row_number() OVER (PARTITION BY url ORDER BY seq) AS number
+    FROM heads WHERE seq NOT IN (SELECT value FROM json_each(:leased))
+)
+SELECT free.seq, free.task_id, free.url, events.key FROM free JOIN events USING (seq)
+WHERE number <= coalesce((SELECT room.value FROM json_each(:rooms) AS room WHERE room.key = free.url), :each)
+ORDER BY free.seq LIMIT :limit"""
 
 
 def heads(
-    db: sqlite3.Connection, url: str, most: int, skipped: Collection[str] = ()
-) -> tuple[PendingCallback, ...]:
-    """The oldest pending event of each task of a URL, oldest first, without the tasks `skipped` (of which the
-    first MOST_SKIPPED count).
+    db: sqlite3.Connection, limit: int, each: int, rooms: Mapping[str, int], leased: Sequence[int]
+) -> list[tuple[int, str, str, str]]:
+    """The oldest pending event of each task and URL, oldest first: its number, task, URL and key. Of a URL at
+    most as many as `rooms` says, or `each` where it does not name it.
     """
-    marks, values = _placeholders(skipped)
-    query = (
-        f"SELECT min(seq), task_id FROM callbacks WHERE url = ? AND task_id NOT IN ({marks}) GROUP BY task_id"
-        " ORDER BY min(seq) LIMIT ?"
-    )
-    return tuple(
-        PendingCallback(seq=seq, task_id=task_id, url=url)
-        for seq, task_id in db.execute(query, (url, *values, most))
-    )
+    values = {
+        "limit": limit,
+        "each": each,
+        "rooms": dump_json(dict(rooms)).decode(),
+        "leased": dump_json(list(leased)).decode(),
+    }
+    return db.execute(HEADS, values).fetchall()
 
 
-def count(db: sqlite3.Connection) -> int:
-    """Pending events."""
-    return int(db.execute("SELECT count(*) FROM callbacks").fetchone()[0])
-
-
-def expired(db: sqlite3.Connection) -> int:
-    """Events that retention pruned while they were pending."""
+def counts(db: sqlite3.Connection) -> CallbackCounts:
+    """Pending events, and those that retention pruned while they were pending."""
+    (pending,) = db.execute("SELECT count(*) FROM callbacks").fetchone()
     row = db.execute("SELECT value FROM meta WHERE name = ?", (EXPIRED,)).fetchone()
-    return 0 if row is None else int(row[0])
-
-
-def _placeholders(skipped: Collection[str]) -> tuple[str, tuple[Any, ...]]:
-    values = tuple(skipped)[:MOST_SKIPPED]
-    return ", ".join("?" * len(values)), values
+    return CallbackCounts(pending=pending, expired=0 if row is None else int(row[0]))

@@ -187,7 +187,7 @@ async def open_node(
         open_judges(config.judges, os.environ) as judges,
         _open_journal(config, formats) as journal,
         _open_log(config, journal) as log,
-        open_callbacks(journal, formats=formats, receivers=_receivers(config)) as callbacks,
+        open_callbacks(log, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
         config, model = await _with_model(config, report)
         loaded, warning = await weights_to_begin_with(config, journal, report)

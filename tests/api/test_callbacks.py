@@ -12,11 +12,11 @@ from typing import Any
 import polar_client as polar
 import pytest
 import trio
-from attrs import define, evolve, fields
+from attrs import define, field, fields
 from callback_kit import Receiver, open_receiver
 from control_plane_parts import Caller
-from journal_samples import make_identity, make_spec, make_trajectory
-from journal_writes import publish_attempt, publish_end, submit_task
+from journal_samples import make_spec
+from log_kit import end
 
 from polarnode.api import callbacks
 from polarnode.api import callbacks as module
@@ -28,6 +28,8 @@ from polarnode.core.errors import ConfigError, Refused
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import Claim, NodeFacts, Offer
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import Retention
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
@@ -51,45 +53,61 @@ class Node:
     """What of a node a callback needs."""
 
     journal: Journal
+    log: SqliteLog
     callbacks: Callbacks
+    claims: dict[str, Claim] = field(factory=dict)
 
-    def task(self, task_id: str, url: str, *, samples: int = 1, form: Any = "event") -> list[str]:
+    async def task(
+        self, task_id: str, url: str | None, *, samples: int = 1, form: Any = "event"
+    ) -> list[str]:
         spec = make_spec(
             callback_url=url,
             callback_format=form,
             num_samples=samples,
             metadata=with_origin({}, Origin(task_id=f"their {task_id}")),
         )
-        ids = [f"{task_id}-{index}" for index in range(samples)]
-        submit_task(self.journal, spec, task_id=task_id, session_ids=tuple(ids), idempotency_key=None)
-        return ids
+        ids = tuple(f"{task_id}-{index}" for index in range(samples))
+        kinds = self.journal.kinds_for(spec)
+        await self.log.submit(spec, task_id=task_id, session_ids=ids, callback_kinds=kinds, submitted=1.0)
+        return list(ids)
 
-    def over(self, task_id: str, session_id: str, index: int = 0, **more: Any) -> None:
-        made = make_trajectory(session_id, task_id=task_id, group_id=task_id, sample_index=index)
-        for turn in made.turns:
-            self.journal.turn(turn)
-        publish_end(
-            self.journal, evolve(made, metadata=with_origin({}, Origin(task_id=f"their {task_id}")), **more)
-        )
+    async def over(self, session_id: str) -> None:
+        if session_id not in self.claims:
+            for claim in await self.log.claim(Offer(incarnation=1, room=100)):
+                self.claims[claim.session_id] = claim
+        claim = self.claims.pop(session_id)
+        metadata = with_origin({}, Origin(task_id=f"their {claim.task_id}"))
+        await self.log.finish(claim, end(claim, metadata=metadata))
 
-    def whole(self, task_id: str, url: str, **more: Any) -> None:
-        for index, session_id in enumerate(self.task(task_id, url, **more)):
-            self.over(task_id, session_id, index)
+    async def whole(self, task_id: str, url: str, **more: Any) -> None:
+        for session_id in await self.task(task_id, url, **more):
+            await self.over(session_id)
+
+    async def pending(self) -> int:
+        return (await self.log.callback_counts()).pending
 
     async def settled(self) -> None:
         """Until nothing is owed."""
         with trio.fail_after(120):
-            while await self.journal.pending_callback_count():  # noqa: ASYNC110 (what another task writes has no event here)
+            while await self.pending():  # noqa: ASYNC110 (what another task writes has no event here)
                 await trio.sleep(0.02)
+
+
+@asynccontextmanager
+async def open_log(journal: Journal) -> AsyncIterator[SqliteLog]:
+    log = SqliteLog(journal)
+    await log.join(NodeFacts(name="n0"))
+    yield log
 
 
 @asynccontextmanager
 async def open_node(path: Path, receivers: Receivers | None = None) -> AsyncIterator[Node]:
     async with (
         open_journal(path / "journal.sqlite", now=lambda: 1000.0, callback_kinds=KINDS) as journal,
-        open_callbacks(journal, formats=FORMATS, receivers=receivers) as callbacks,
+        open_log(journal) as log,
+        open_callbacks(log, formats=FORMATS, receivers=receivers) as callbacks,
     ):
-        yield Node(journal, callbacks)
+        yield Node(journal, log, callbacks)
 
 
 @pytest.fixture
@@ -116,7 +134,7 @@ def of(task_id: str, samples: int = 1) -> list[str]:
 
 
 async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiver: Receiver) -> None:
-    node.whole("t", receiver.url, samples=2)
+    await node.whole("t", receiver.url, samples=2)
     await receiver.until(4)
     await node.settled()
     assert receiver.keys == of("t", 2)
@@ -137,23 +155,24 @@ async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiv
 
 
 async def test_a_task_without_a_callback_owes_nobody(node: Node) -> None:
-    submit_task(node.journal, make_spec(), task_id="t", session_ids=("t-0",), idempotency_key=None)
-    node.over("t", "t-0")
-    await node.journal.flushed()
-    assert await node.journal.pending_callback_count() == 0
+    await node.task("t", None)
+    await node.over("t-0")
+    assert await node.pending() == 0
 
 
 async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: Receiver) -> None:
-    node.task("t", receiver.url)
-    lost = evolve(make_trajectory("t-0", task_id="t"), retried_as="t-1")
-    publish_attempt(node.journal, lost, evolve(make_identity("t-1", task_id="t"), attempt=1))
-    node.over("t", "t-1")
+    await node.task("t", receiver.url)
+    [claim] = await node.log.claim(Offer(incarnation=1, room=1))
+    again = await node.log.put_back(claim, end(claim, status="interrupted"), keep=True)
+    assert again is not None
+    node.claims[again.session_id] = again
+    await node.over(again.session_id)
     await receiver.until(3)
-    assert receiver.keys == ["trajectory:t-1", "group:t", "task:t"]
+    assert receiver.keys == [f"trajectory:{again.session_id}", "group:t", "task:t"]
 
 
 async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: Receiver) -> None:
-    node.whole("t", receiver.url, samples=3, form="polar_task")
+    await node.whole("t", receiver.url, samples=3, form="polar_task")
     await receiver.until(1)
     await node.settled()
     assert receiver.keys == ["task:t"]
@@ -166,7 +185,7 @@ async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: R
 
 
 async def test_polars_session_is_told_of_each_end(node: Node, receiver: Receiver) -> None:
-    node.whole("t", receiver.url, form="polar_session")
+    await node.whole("t", receiver.url, form="polar_session")
     await receiver.until(1)
     await node.settled()
     (key, body), *rest = receiver.got
@@ -177,10 +196,10 @@ async def test_polars_session_is_told_of_each_end(node: Node, receiver: Receiver
 async def test_a_body_too_large_to_be_held_is_sent_whole_and_with_its_length(
     node: Node, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.whole("held", receiver.url, samples=3, form="polar_task")
+    await node.whole("held", receiver.url, samples=3, form="polar_task")
     await receiver.until(1)
     monkeypatch.setattr(callbacks, "HELD_BYTES", 100)
-    node.whole("made", receiver.url, samples=3, form="polar_task")
+    await node.whole("made", receiver.url, samples=3, form="polar_task")
     await receiver.until(2)
     held, made = (json.dumps(body).replace("held", "").replace("made", "") for _, body in receiver.got)
     assert held == made
@@ -288,7 +307,7 @@ async def test_the_address_that_was_checked_is_the_one_connected_to(
     answers = {"trainer.invalid": ["169.254.169.254", "93.184.216.34", "127.0.0.1"]}
     url = f"http://trainer.invalid:{port}/taken?secret=1"
     async with open_node(tmp_path, at(answers)) as node:
-        node.whole("t", url)
+        await node.whole("t", url)
         await receiver.until(3)
         await node.settled()
     assert receiver.keys == of("t")
@@ -300,13 +319,13 @@ async def test_no_callback_comes_to_the_nodes_own_sockets(tmp_path: Path, receiv
     port = int(receiver.url.rpartition(":")[2].partition("/")[0])
     receivers = at({"inside.invalid": ["127.0.0.1"], "127.0.0.1": ["127.0.0.1"]}, ports=(port,))
     async with open_node(tmp_path, receivers) as node:
-        node.whole("direct", receiver.url)
-        node.whole("named", f"http://inside.invalid:{port}/")
+        await node.whole("direct", receiver.url)
+        await node.whole("named", f"http://inside.invalid:{port}/")
         with trio.fail_after(60):
             while len(node.callbacks.statistics().trouble) < 2:  # noqa: ASYNC110 (another task's table)
                 await trio.sleep(0.02)
         assert receiver.heads == []
-        assert await node.journal.pending_callback_count() == 6
+        assert await node.pending() == 6
         troubles = set(node.callbacks.statistics().trouble.values())
         assert troubles == {"its host leads to a socket of this node itself: give the address of a receiver"}
         receivers.own_ports.clear()
@@ -331,7 +350,7 @@ async def test_the_status_is_no_scanner_of_ports(tmp_path: Path, monkeypatch: py
             [listener] = await nursery.start(partial(trio.serve_tcp, handler, 0, host="127.0.0.1"))
             urls.append(f"http://127.0.0.1:{listener.socket.getsockname()[1]}/")
         for number, url in enumerate(urls):
-            node.whole(f"t{number}", url)
+            await node.whole(f"t{number}", url)
         with trio.fail_after(60):
             while len(node.callbacks.statistics().trouble) < len(urls):  # noqa: ASYNC110 (another task's table)
                 await trio.sleep(0.02)
@@ -353,10 +372,10 @@ def test_networks_that_are_none_are_no_setting() -> None:
 @pytest.mark.parametrize("manner", ["refuse", "redirect", "cut"])
 async def test_what_is_not_taken_comes_again_until_it_is(node: Node, receiver: Receiver, manner: str) -> None:
     receiver.manner = manner
-    node.whole("t", receiver.url)
+    await node.whole("t", receiver.url)
     await receiver.until_asked(4)
     assert receiver.got == []
-    assert await node.journal.pending_callback_count() == 3
+    assert await node.pending() == 3
     assert list(node.callbacks.statistics().trouble) == [receiver.url]
     receiver.manner = "take"
     await receiver.until(3)
@@ -370,9 +389,9 @@ async def test_a_bridge_that_could_not_read_a_result_has_not_taken_it(
     node: Node, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.manner = "not ok"
-    node.whole("t", receiver.url, form="polar_task")
+    await node.whole("t", receiver.url, form="polar_task")
     await receiver.until_asked(3)
-    assert await node.journal.pending_callback_count() == 1
+    assert await node.pending() == 1
     assert "did not take the event" in node.callbacks.statistics().trouble[receiver.url]
     assert "invalid payload" not in node.callbacks.statistics().trouble[receiver.url]
     assert "did not take task:t: it answered {'ok': false}, 'invalid payload'" in caplog.text
@@ -384,7 +403,7 @@ async def test_a_bridge_that_could_not_read_a_result_has_not_taken_it(
 
 async def test_an_event_is_taken_by_the_status_alone(node: Node, receiver: Receiver) -> None:
     receiver.manner = "not ok"
-    node.whole("t", receiver.url)
+    await node.whole("t", receiver.url)
     await node.settled()
     assert node.callbacks.statistics().failed == 0
 
@@ -392,7 +411,7 @@ async def test_an_event_is_taken_by_the_status_alone(node: Node, receiver: Recei
 async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: Receiver) -> None:
     """3 kB of gzip in gzip are 2 GiB; that a body is not what it is declared to be shows that nobody tried."""
     receiver.manner = "encode"
-    node.whole("t", receiver.url)
+    await node.whole("t", receiver.url)
     await receiver.until(3)
     await node.settled()
     assert receiver.keys == of("t")
@@ -404,7 +423,7 @@ async def test_who_hangs_is_left_and_asked_again(
 ) -> None:
     monkeypatch.setattr(callbacks, "ATTEMPT_S", 0.3)
     receiver.manner = "hang"
-    node.whole("t", receiver.url)
+    await node.whole("t", receiver.url)
     await receiver.until_asked(2)
     assert node.callbacks.statistics().trouble[receiver.url] == callbacks.NO_ANSWER
     receiver.manner = "take"
@@ -416,7 +435,7 @@ async def test_who_hangs_is_left_and_asked_again(
 async def test_who_is_not_there_is_told_when_it_comes(node: Node) -> None:
     async with open_receiver() as gone:
         url = gone.url
-    node.whole("t", url)
+    await node.whole("t", url)
     with trio.fail_after(60):
         while not node.callbacks.statistics().failed:  # noqa: ASYNC110 (a count has no event)
             await trio.sleep(0.02)
@@ -430,9 +449,9 @@ async def test_one_dead_url_holds_up_no_other(node: Node, receiver: Receiver) ->
     async with open_receiver() as dead:
         dead.manner = "hang"
         for index in range(3 * module.AT_ONCE):
-            node.whole(f"dead{index}", dead.url)
+            await node.whole(f"dead{index}", dead.url)
         await dead.until_asked(module.AT_ONE_URL)
-        node.whole("t", receiver.url)
+        await node.whole("t", receiver.url)
         await receiver.until(3)
         assert receiver.keys == of("t")
         assert dead.asked == module.AT_ONE_URL
@@ -441,12 +460,12 @@ async def test_one_dead_url_holds_up_no_other(node: Node, receiver: Receiver) ->
 async def test_a_poisonous_task_holds_up_no_other_of_its_url(node: Node) -> None:
     """One receiver that refuses one task for ever, and takes the others."""
     async with open_receiver() as picky:
-        node.whole("bad", picky.url)
+        await node.whole("bad", picky.url)
         picky.manner = "refuse"
         await picky.until_asked(1)
         picky.manner = "take"
         for name in ("a", "b", "c"):
-            node.whole(name, picky.url)
+            await node.whole(name, picky.url)
         await picky.until(12)
         assert {
             name: [key for key in picky.keys if key.endswith(f":{name}") or f":{name}-" in key]
@@ -461,21 +480,21 @@ async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path
         nothing = Retention(acknowledged=0, everything=1)
         async with (
             open_journal(tmp_path / "journal", now=lambda: 1000.0, retention=nothing) as journal,
-            open_callbacks(journal, formats=FORMATS) as callbacks,
+            open_log(journal) as log,
+            open_callbacks(log, formats=FORMATS) as callbacks,
         ):
-            node = Node(journal, callbacks)
+            node = Node(journal, log, callbacks)
             for index in range(5):
-                node.whole(f"t{index}", receiver.url)
-                await journal.flushed()
-            node.task("last", receiver.url)
+                await node.whole(f"t{index}", receiver.url)
             with trio.fail_after(60):
                 while callbacks.statistics().expired < 12:
-                    node.over("none", "none")
+                    index += 1
+                    await node.whole(f"t{index}", receiver.url)
                     await trio.sleep(0.05)
-            assert await journal.pending_callback_count() < 4
+            assert await node.pending() < 4
             assert receiver.got == []
         async with open_journal(tmp_path / "journal", now=lambda: 1000.0) as journal:
-            assert await journal.expired_callbacks() >= 12
+            assert (await SqliteLog(journal).callback_counts()).expired >= 12
 
 
 # ── over the node's death ─────────────────────────────────────────────────────
@@ -486,7 +505,7 @@ async def test_what_is_owed_outlives_the_node(tmp_path: Path) -> None:
         receiver.manner = "hang"
         async with open_node(tmp_path) as first:
             for index in range(5):
-                first.whole(f"t{index}", receiver.url)
+                await first.whole(f"t{index}", receiver.url)
             await receiver.until_asked(1)
         receiver.manner = "take"
         async with open_node(tmp_path) as second:
@@ -502,8 +521,8 @@ async def test_a_node_that_ends_tells_what_its_last_sessions_owe(
     async with open_receiver() as receiver, open_receiver() as dead:
         dead.manner = "refuse"
         async with open_node(tmp_path) as node:
-            node.whole("t", receiver.url, samples=3)
-            node.whole("d", dead.url)
+            await node.whole("t", receiver.url, samples=3)
+            await node.whole("d", dead.url)
         assert receiver.keys == of("t", 3)
         assert dead.asked  # and is not waited for
 
@@ -514,8 +533,8 @@ async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the
     async with open_receiver() as receiver:
         for _ in range(3):
             async with open_node(tmp_path) as life:
-                if await life.journal.task("t") is None:
-                    life.whole("t", receiver.url, samples=4)
+                if await life.log.task("t") is None:
+                    await life.whole("t", receiver.url, samples=4)
                 await receiver.until(1 + len(set(receiver.keys)) if len(set(receiver.keys)) < 6 else 6)
         async with open_node(tmp_path) as last:
             await receiver.until(6)
@@ -528,7 +547,10 @@ async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the
 async def test_a_task_with_an_unknown_format_is_refused_by_the_node(node: Node, tmp_path: Path) -> None:
     parts: dict[str, Any] = dict.fromkeys(attr.name for attr in fields(WholeNode) if attr.init)
     service = WholeNode(
-        **(parts | {"journal": node.journal, "callbacks": node.callbacks, "config": NodeConfig()})
+        **(
+            parts
+            | {"journal": node.journal, "log": node.log, "callbacks": node.callbacks, "config": NodeConfig()}
+        )
     )
     app = control_plane(Routes(service=service, sessions_dir=tmp_path).rows(), token="secret")
     async with open_server(app, Address(host="127.0.0.1", port=0)) as address:

@@ -5,6 +5,7 @@ owed.
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from journal_samples import Clock, make_identity, make_spec, make_trajectory, ma
 from journal_writes import cancel_task, publish_end, submit_task
 
 from polarnode.core.errors import ConfigError, Refused
-from polarnode.journal import journal, retention, writer
+from polarnode.journal import journal, pending_callbacks, retention, writer
+from polarnode.journal.entries import ROW_BYTES, Entry
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import Filters, Retention, json_encoder
@@ -41,6 +43,11 @@ def opened(tmp_path: Path, clock: Clock) -> Open:
             yield found
 
     return opener
+
+
+def accepted(seq: int) -> Entry:
+    """The receiver of an event accepted it."""
+    return Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq))
 
 
 async def publish(found: Journal, *names: str, sampled: int = 3, **spec: Any) -> None:
@@ -301,7 +308,7 @@ async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
         await commit(found)
         assert found.first_seq == 4, "b is owed to its callback"
         for seq in (4, 5, 6):
-            found.callback_taken(seq)
+            found.write(accepted(seq))
         await commit(found)
         assert found.first_seq == 10
         submit_task(
@@ -313,7 +320,7 @@ async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
         )
         publish_end(found, make_trajectory("x", task_id="t", turns=0))
         await found.flushed()
-        found.callback_taken(10)
+        found.write(accepted(10))
         await found.acknowledge("one", 10)
         await commit(found)
         assert found.first_seq == 10, "its task's end may tell of all its sessions"

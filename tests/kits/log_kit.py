@@ -1,6 +1,6 @@
 """What tests of the log do all the time: tasks, nodes that join, sessions that end."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +8,7 @@ from typing import Any, cast
 from attrs import evolve
 from journal_samples import make_spec, make_trajectory
 
+from polarnode.core.conversation import Json
 from polarnode.core.cursors import Cursor
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome
@@ -15,6 +16,7 @@ from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import Claim, Ended, Log, NodeFacts, Offer, ended_session
 from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
+from polarnode.journal.pending_callbacks import EVENT_KINDS
 from polarnode.journal.values import EventKind, Filters
 
 EVERY_KIND: tuple[EventKind, ...] = ("trajectory", "group", "task", "attempt", "reward")
@@ -31,6 +33,7 @@ def end(
     finished: float = NOW,
     forked_from: Any = None,
     outcome: Outcome | None = None,
+    metadata: Mapping[str, Json] | None = None,
 ) -> Ended:
     """The end of a claim's session."""
     whole = make_trajectory(
@@ -44,11 +47,19 @@ def end(
         sampled=sampled,
     )
     whole = evolve(whole, attempt=claim.attempt, forked_from=forked_from, outcome=outcome or whole.outcome)
+    whole = evolve(whole, metadata=metadata or whole.metadata)
     return ended_session(whole, finished=finished)
 
 
 async def submit(
-    log: Log, task_id: str, *, num_samples: int = 1, retries: int = 2, key: str | None = None, **more: Any
+    log: Log,
+    task_id: str,
+    *,
+    num_samples: int = 1,
+    retries: int = 2,
+    key: str | None = None,
+    callback_kinds: tuple[str, ...] = EVENT_KINDS,
+    **more: Any,
 ) -> None:
     spec = make_spec(num_samples=num_samples, budgets=Budgets(retries=retries), **more)
     await log.submit(
@@ -56,6 +67,7 @@ async def submit(
         task_id=task_id,
         session_ids=tuple(f"{task_id}-{index}" for index in range(num_samples)),
         idempotency_key=key,
+        callback_kinds=callback_kinds,
         submitted=NOW,
     )
 

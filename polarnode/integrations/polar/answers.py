@@ -15,6 +15,7 @@ from functools import partial, wraps
 from hashlib import sha256
 from typing import ParamSpec
 
+import trio
 from quart import Response, request
 
 from polarnode.api.service import Service, answer_of, json_response
@@ -26,7 +27,7 @@ from polarnode.core.status import LiveSessionStatus, SessionRecord
 from polarnode.http.asgi import body_json
 from polarnode.journal.damage import encoded
 from polarnode.journal.entries import RUN
-from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import Queries
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import TaskRecord
 from polarnode.trainers.polar import missing_result, origin_of, session_result, task_word
@@ -37,26 +38,28 @@ P = ParamSpec("P")
 
 
 async def session_body(
-    journal: Journal, task: TaskRecord, session: SessionRecord, *, node: str, recent: Recent | None = None
+    log: Queries, task: TaskRecord, session: SessionRecord, *, node: str, recent: Recent | None = None
 ) -> bytes:
     """The SessionResult of a session as JSON, `null` while it runs; from `recent` where it was made a moment
     ago, as bridges poll.
     """
-    found = await journal.trajectory(session.session_id)
+    found = await log.trajectory(session.session_id)
     if session.outcome is None:
         return b"null"
     missing = partial(missing_result, session.session_id, task.task_id, session.outcome, node=node)
     if found is None:
-        return await journal.read(lambda: dump_json(missing(metadata=task.spec.metadata)))
+        return await trio.to_thread.run_sync(lambda: dump_json(missing(metadata=task.spec.metadata)))
     make = partial(encoded, lambda whole: dump_json(session_result(whole, task.spec)), found)
     try:
-        return await journal.read(make if recent is None else partial(recent.get, session.session_id, make))
+        return await trio.to_thread.run_sync(
+            make if recent is None else partial(recent.get, session.session_id, make)
+        )
     except Unreadable as error:
         return dump_json(missing(metadata={}, error=str(error)))
 
 
 async def task_body(
-    journal: Journal,
+    log: Queries,
     task: TaskRecord,
     head: dict[str, Json],
     *,
@@ -71,7 +74,7 @@ async def task_body(
     first = True
     for session in task.sessions if results else ():
         if session.outcome is not None:
-            piece = await session_body(journal, task, session, node=node, recent=recent)
+            piece = await session_body(log, task, session, node=node, recent=recent)
             yield piece if first else b"," + piece
             first = False
     yield b"]}"

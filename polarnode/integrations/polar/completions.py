@@ -174,7 +174,7 @@ class EventRoutes:
         """Events of sessions that are over, with their outcomes in the journal."""
         ended: list[bytes] = []
         for session_id in [each for each in words if each not in live]:
-            found = await self.service.journal.session(session_id)
+            found = await self.service.log.session(session_id)
             del words[session_id]
             if found is not None:
                 ended.append(self._changed(session_id, found.task_id, outcome_word(found.outcome, "ended")))

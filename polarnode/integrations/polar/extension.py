@@ -1,7 +1,7 @@
 """The node under Polar's own routes and JSON, for bridges that exist: Polar's rollout server and gateway in
 one, on the control plane's socket.
 
-It stands on the port `Service` and keeps nothing that the journal does not. A field that Polar documents has
+It stands on the port `Service` and keeps nothing that the log does not. A field that Polar documents has
 Polar's meaning here, or docs/polar.md says what differs and why.
 """
 
@@ -25,7 +25,7 @@ from polarnode.integrations.polar.answers import (
 from polarnode.integrations.polar.completions import EventRoutes
 from polarnode.integrations.polar.gateway import NodeRoutes, SessionRoutes
 from polarnode.integrations.polar.tasks import TaskRoutes
-from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import Log
 from polarnode.journal.values import StoredEvent, TaskRecord
 
 
@@ -166,17 +166,15 @@ def callback_formats(*, node: str) -> Mapping[str, CallbackFormat]:
     `polar_session`, a SessionResult for each session. `node` is the node's id in results.
     """
 
-    def task_result(journal: Journal, event: StoredEvent, task: TaskRecord) -> AsyncGenerator[bytes, None]:
-        return task_body(journal, task, result_head(task), node=node)
+    def task_result(log: Log, event: StoredEvent, task: TaskRecord) -> AsyncGenerator[bytes, None]:
+        return task_body(log, task, result_head(task), node=node)
 
-    async def one_session(
-        journal: Journal, event: StoredEvent, task: TaskRecord
-    ) -> AsyncGenerator[bytes, None]:
+    async def one_session(log: Log, event: StoredEvent, task: TaskRecord) -> AsyncGenerator[bytes, None]:
         session = next((one for one in task.sessions if event.key == f"trajectory:{one.session_id}"), None)
         if session is None:  # it lost its place in the group, and has no SessionResult
-            yield event.json(journal.id)
+            yield event.json(await log.identity())
         else:
-            yield await session_body(journal, task, session, node=node)
+            yield await session_body(log, task, session, node=node)
 
     return {
         "polar_task": CallbackFormat(kinds=("task",), body=task_result, refusal=callback_refusal),

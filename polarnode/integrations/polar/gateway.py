@@ -76,7 +76,7 @@ class SessionRoutes:
                 "session_id and task_id name a dispatched session: both are strings", path="$.session_id"
             )
         name = dispatch_name(session_id)
-        if await self.service.journal.latest_run(name) is not None:
+        if await self.service.log.latest_run(name) is not None:
             raise Conflict(f"session {session_id} exists here: give each session an id of its own")
         body = {**body, "num_samples": 1, "timeout_seconds": body.pop("remaining_timeout_seconds", 600.0)}
         await self.tasks.take(
@@ -141,7 +141,7 @@ class SessionRoutes:
         every: list[LiveSessionStatus | CaptureStatus] = [*live.values(), *self.service.captures.list()]
         for each in every:
             if each.task_id not in tasks:
-                tasks[each.task_id] = await self.service.journal.task(each.task_id)
+                tasks[each.task_id] = await self.service.log.task(each.task_id)
             row = self._row(tasks[each.task_id], each.session_id)
             if row is not None and status in (None, row["status"]) and task_id in (None, row["task_id"]):
                 rows.append(row)
@@ -181,13 +181,14 @@ class SessionRoutes:
         yield (
             b"null}"
             if session.outcome is None
-            else await session_body(self.service.journal, task, session, node=self.service.node_id) + b"}"
+            else await session_body(self.service.log, task, session, node=self.service.node_id) + b"}"
         )
 
     async def completions(self, session_id: str) -> Response:
         """Every model call that is on disk, one after another."""
         session, task = await self._task_of(session_id)
-        turns = await self.service.journal.turns(session.session_id)
+        own = self.service.journal if session.outcome is None else self.service.log
+        turns = await own.turns(session.session_id)
         head: dict[str, Json] = {"session_id": session_id, "node_id": self.service.node_id}
         requested = task.spec.harness.model_name
         pieces = completion_pieces(
@@ -210,11 +211,11 @@ class SessionRoutes:
 
     async def _task_of(self, session_id: str) -> tuple[SessionRecord, TaskRecord]:
         """A session by the id that its sender chose, or by ours."""
-        dispatched = await self.service.journal.latest_run(dispatch_name(session_id))
+        dispatched = await self.service.log.latest_run(dispatch_name(session_id))
         if dispatched is not None:
             return dispatched.sessions[0], dispatched
-        session = await self.service.journal.session(session_id)
-        task = None if session is None else await self.service.journal.task(session.task_id)
+        session = await self.service.log.session(session_id)
+        task = None if session is None else await self.service.log.task(session.task_id)
         if session is None or task is None:
             raise NotFound("Session not found")
         return session, task
@@ -287,7 +288,7 @@ class NodeRoutes:
     async def status(self) -> Response:
         """The newest tasks with their statuses, sessions under way, the node."""
         tasks: dict[str, Json] = {}
-        for task in await self.service.journal.tasks(limit=LISTED):
+        for task in await self.service.log.tasks(limit=LISTED):
             tasks.setdefault(polar_id(task), status_head(task)["status"])
         return json_response(
             {

@@ -113,12 +113,11 @@ class TaskRoutes:
             )
             with their_paths():
                 await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
-            await self.service.journal.flushed()
         return spec
 
     async def _run(self, name: str) -> int:
         """The number of the task that a submission under this name belongs to."""
-        latest = await self.service.journal.latest_run(name)
+        latest = await self.service.log.latest_run(name)
         if latest is None:
             return 1
         run = origin_of(latest.spec.metadata).run
@@ -132,7 +131,7 @@ class TaskRoutes:
         """
         found = await self._existing(task_id)
         body = task_body(
-            self.service.journal,
+            self.service.log,
             found,
             status_head(found),
             node=self.service.node_id,
@@ -171,7 +170,7 @@ class TaskRoutes:
         )
         limit, rows, seen, before = count("limit", PAGE, most=MOST_TASKS), list[Json](), set[str](), None
         for _ in range(LOOKED_AT // PAGE):
-            page = await self.service.journal.tasks(limit=PAGE, before=before)
+            page = await self.service.log.tasks(limit=PAGE, before=before)
             for task in page:
                 row = task_row(task)
                 matches = (
@@ -203,9 +202,8 @@ class TaskRoutes:
 
     async def _find(self, task_id: str) -> TaskRecord | None:
         """By Polar's id, or by ours."""
-        return await self.service.journal.latest_run(task_name(task_id)) or await self.service.journal.task(
-            task_id
-        )
+        log = self.service.log
+        return await log.latest_run(task_name(task_id)) or await log.task(task_id)
 
 
 def task_row(task: TaskRecord) -> dict[str, Json]:

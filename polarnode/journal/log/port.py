@@ -25,7 +25,7 @@ from polarnode.core.task import EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt
-from polarnode.journal.pending_callbacks import EVENT_KINDS
+from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
 from polarnode.journal.values import EventPage, Filters, Retention, TaskRecord, TrajectoryEncoder
 from polarnode.merge.trajectory import Identity
 
@@ -244,13 +244,18 @@ class LogWeights:
 
 @frozen(kw_only=True)
 class LeasedCallback:
-    """An event that its receiver has not accepted, and whoever leased it sends. `lease` is its fence."""
+    """An event that its receiver has not accepted, and whoever leased it sends. `lease` is its fence: it
+    counts how often the event was leased.
+    """
 
     position: int
     key: str
     task_id: str
     url: str
     lease: int
+
+
+NO_ROOMS: Final[Mapping[str, int]] = {}
 
 
 # ── the port ──────────────────────────────────────────────────────────────────
@@ -451,8 +456,16 @@ class WeightVersions(Protocol):
 class Callbacks(Protocol):
     """Events that receivers have not accepted yet, each leased to one node at a time."""
 
-    async def lease_callbacks(self, limit: int, *, seconds: float) -> tuple[LeasedCallback, ...]:
-        """Lease the oldest pending event of each task."""
+    @property
+    def callbacks_pending(self) -> bool:
+        """Whether some event may be pending, as of at most a second ago. The log is not asked for it."""
+
+    async def lease_callbacks(
+        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_ROOMS
+    ) -> tuple[LeasedCallback, ...]:
+        """Lease the oldest pending event of each task, oldest first: of one URL at most as many as `rooms`
+        says, or `each` where it does not name it.
+        """
 
     async def callback_taken(self, callback: LeasedCallback) -> bool:
         """Its receiver accepted it. False where another node has leased it since: it may be sent again."""
@@ -460,8 +473,8 @@ class Callbacks(Protocol):
     async def callback_failed(self, callback: LeasedCallback, *, after_s: float) -> None:
         """Its receiver did not accept it: it is sent again after so many seconds."""
 
-    async def callback_count(self) -> int:
-        """The number of events that are pending."""
+    async def callback_counts(self) -> CallbackCounts:
+        """How many events are pending, and how many no longer are because retention pruned them."""
 
 
 class Queries(Protocol):

@@ -5,9 +5,11 @@ decided here in the same step that enqueues the entry, and nothing comes between
 in the journal: a session without an outcome is one that ran.
 """
 
+import math
 import secrets
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -40,6 +42,7 @@ from polarnode.journal.log.news import News
 from polarnode.journal.log.place_table import PlaceTable
 from polarnode.journal.log.port import (
     FILLED,
+    NO_ROOMS,
     Claim,
     Ended,
     EndingCause,
@@ -55,7 +58,7 @@ from polarnode.journal.log.port import (
     Offer,
 )
 from polarnode.journal.log.rules import check_names, gap_of
-from polarnode.journal.pending_callbacks import EVENT_KINDS
+from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
 from polarnode.journal.retention import Moment
 from polarnode.journal.schema import snapshot
 from polarnode.journal.values import AwaitedConsumers, Filters, Retention, TaskRecord, TrajectoryEncoder
@@ -81,6 +84,12 @@ class SqliteLog:
     _weight_news: int = field(default=0, init=False)
     _shared: set[str] = field(factory=set, init=False)  # versions in a storage that outlives it
     _leases: dict[int, tuple[float, int]] = field(factory=dict, init=False)  # by event: until when, and which
+    # what an earlier run of the process left is not known before the first look
+    callbacks_pending: bool = field(default=True, init=False)
+    _becoming: int = field(
+        default=0, init=False
+    )  # ends on their way to the disk, whose events will be pending
+    _became: int = field(default=0, init=False)  # and those that are there
     _restores: list[int] | None = field(default=None, init=False)  # nobody else has the journal open
 
     @property
@@ -168,7 +177,8 @@ class SqliteLog:
         answer = self._places.finish(claim, usable=member_of(claim.spec.group, ended.facts).usable)
         if answer in FILLED:
             self._news.tell()
-            await self.journal.commit(end_entry(ended))
+            with self._noted_callbacks(claim):
+                await self.journal.commit(end_entry(ended))
             return answer
         if answer is None:  # the place is over, or was never here
             await self.journal.flushed()
@@ -450,22 +460,46 @@ class SqliteLog:
 
     # ── callbacks ─────────────────────────────────────────────────────────────
 
-    async def lease_callbacks(self, limit: int, *, seconds: float) -> tuple[LeasedCallback, ...]:
-        now = trio.current_time()
+    async def lease_callbacks(
+        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_ROOMS
+    ) -> tuple[LeasedCallback, ...]:
+        now, before = trio.current_time(), self._became
+        leased = [seq for seq, (until, _) in self._leases.items() if until > now]
+        rows = await self.journal.query(
+            pending_callbacks.heads, limit, limit if each is None else each, rooms, leased
+        )
         found: list[LeasedCallback] = []
-        for seq, task_id, url, key in await self.journal.query(_pending_heads):
+        for seq, task_id, url, key in rows:
             until, lease = self._leases.get(seq, (now, 0))
-            if until <= now and len(found) < limit:
+            if until <= now:  # no other call was faster
                 self._leases[seq] = (now + seconds, lease + 1)
                 found.append(LeasedCallback(position=seq, key=key, task_id=task_id, url=url, lease=lease + 1))
+        if not rows and not (await self.callback_counts()).pending:
+            self.callbacks_pending = bool(self._becoming) or before != self._became
         return tuple(found)
+
+    @contextmanager
+    def _noted_callbacks(self, claim: Claim) -> Iterator[None]:
+        """Around the write of an end, whose events may be pending from some moment of it on."""
+        if claim.spec.callback_url is None:
+            yield
+            return
+        self.callbacks_pending = True
+        self._becoming += 1
+        try:
+            yield
+        finally:
+            self._becoming -= 1
+            self._became += 1
 
     async def callback_taken(self, callback: LeasedCallback) -> bool:
         if self._leases.get(callback.position, (0.0, 0))[1] != callback.lease:
             return False
-        del self._leases[callback.position]
+        # nobody else leases it while its row is still there
+        self._leases[callback.position] = (math.inf, callback.lease)
         apply = partial(pending_callbacks.taken, seq=callback.position)
         await self.journal.commit(Entry(ROW_BYTES, apply))
+        self._leases.pop(callback.position, None)
         return True
 
     async def callback_failed(self, callback: LeasedCallback, *, after_s: float) -> None:
@@ -473,8 +507,8 @@ class SqliteLog:
         if self._leases.get(callback.position, (0.0, 0))[1] == callback.lease:
             self._leases[callback.position] = (trio.current_time() + after_s, callback.lease)
 
-    async def callback_count(self) -> int:
-        return await self.journal.pending_callback_count()
+    async def callback_counts(self) -> CallbackCounts:
+        return await self.journal.query(pending_callbacks.counts)
 
     # ── what the API asks ─────────────────────────────────────────────────────
 
@@ -704,11 +738,3 @@ def _prune(db: Connection, *, kept: Retention, now: float, limit: int, present: 
     waiting = AwaitedConsumers(since=now - kept.silence_s, present=present)
     acknowledged = retention.acknowledged_seq(retention.positions(db), waiting)
     retention.prune(db, kept, Moment(now=now, acknowledged=acknowledged, came=limit // 3))
-
-
-def _pending_heads(db: Connection) -> list[tuple[int, str, str, str]]:
-    """The oldest pending event of each task and URL: its number, task, URL and key."""
-    return db.execute(
-        "SELECT min(callbacks.seq), callbacks.task_id, url, key FROM callbacks JOIN events USING (seq)"
-        " GROUP BY url, callbacks.task_id ORDER BY 1"
-    ).fetchall()

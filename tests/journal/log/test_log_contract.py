@@ -18,6 +18,7 @@ from polarnode.core.task import CAPTURE, EvaluationSpec, GroupSpec, HarnessSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
 from polarnode.journal.log.port import FILLED, Log, NodeFacts, Offer, ended_session
 from polarnode.journal.log.postgres.postgres import PostgresLog
+from polarnode.journal.pending_callbacks import CallbackCounts
 from polarnode.journal.values import Filters, Retention
 
 WEEK = 7 * 24 * 3600.0
@@ -694,7 +695,29 @@ async def test_callback_leased_to_one(log: Log) -> None:
     assert not await log.callback_taken(first), "another has leased it since"
     assert await log.callback_taken(again)
     assert [each.key for each in await log.lease_callbacks(10, seconds=60)] == ["group:t"]
-    assert await log.callback_count() == 2
+    assert await log.callback_counts() == CallbackCounts(pending=2, expired=0)
+
+
+async def test_callback_room_by_url(log: Log) -> None:
+    node = await join(log)
+    for name, url in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"), ("e", "z")):
+        await submit(log, name, callback_url=f"http://{url}", callback_kinds=("trajectory",))
+        (held,) = await claim(log, node)
+        await log.finish(held, end(held))
+    assert log.callbacks_pending
+
+    async def leased(**more: Any) -> list[str]:
+        found = await log.lease_callbacks(10, seconds=60, **more)
+        for each in found:
+            await log.callback_failed(each, after_s=0)
+        return [each.task_id for each in found]
+
+    assert await leased(each=2) == ["a", "b", "d", "e"]
+    assert await leased(each=1, rooms={"http://x": 3, "http://y": 0}) == ["a", "b", "c", "e"]
+    assert await leased(each=0, rooms={"http://z": 1}) == ["e"]
+    [first] = await log.lease_callbacks(1, seconds=60)
+    assert await leased(each=1, rooms={"http://x": 2}) == ["b", "c", "d", "e"]
+    assert (first.task_id, first.lease) == ("a", 3)
 
 
 async def test_retention_waits_for_callbacks(log: Log) -> None:

@@ -25,6 +25,7 @@ from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt
 from polarnode.journal.log.news import News
 from polarnode.journal.log.port import (
+    NO_ROOMS,
     Claim,
     Ended,
     EndingCause,
@@ -51,7 +52,7 @@ from polarnode.journal.log.postgres import (
 from polarnode.journal.log.postgres.connection import Connection, Database, check_dsn
 from polarnode.journal.log.postgres.migrations import check_version
 from polarnode.journal.log.watching import SilenceWatch
-from polarnode.journal.pending_callbacks import EVENT_KINDS
+from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import (
     Filters,
@@ -90,6 +91,7 @@ class PostgresLog:
     _news: News = field(factory=News)
     weight_news: int = field(default=0, init=False)
     open_places: int = field(default=0, init=False)
+    callbacks_pending: bool = field(default=False, init=False)
     standing: LogStanding = field(factory=LogStanding, init=False)
     _weighed: float = field(default=0.0, init=False)  # when the bytes in it were read
     _answered: float | None = field(default=None, init=False)  # when the watcher last had an answer
@@ -167,7 +169,10 @@ class PostgresLog:
         await self._write(places.session_started, identity, self.incarnation)
 
     async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
-        return await self._write(places.finish, claim, ended)
+        answer = await self._write(places.finish, claim, ended)
+        if claim.spec.callback_url is not None:
+            self.callbacks_pending = True  # the watcher would see it within a second
+        return answer
 
     async def put_back(
         self, claim: Claim, ended: Ended | None = None, *, counts: bool = True, keep: bool = False
@@ -258,6 +263,7 @@ class PostgresLog:
                 )
         await self.put_back_lost()
         self.open_places = await self._watcher.run(places.count_open, COUNTED_PLACES)
+        self.callbacks_pending = await self._watcher.run(callbacks.any_pending)
         await self.look()
 
     async def look(self) -> None:
@@ -357,8 +363,10 @@ class PostgresLog:
 
     # ── callbacks ─────────────────────────────────────────────────────────────
 
-    async def lease_callbacks(self, limit: int, *, seconds: float) -> tuple[LeasedCallback, ...]:
-        return await self._write(callbacks.lease_callbacks, limit, seconds)
+    async def lease_callbacks(
+        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_ROOMS
+    ) -> tuple[LeasedCallback, ...]:
+        return await self._write(callbacks.lease_callbacks, limit, seconds=seconds, each=each, rooms=rooms)
 
     async def callback_taken(self, callback: LeasedCallback) -> bool:
         return await self._write(callbacks.callback_taken, callback)
@@ -366,8 +374,8 @@ class PostgresLog:
     async def callback_failed(self, callback: LeasedCallback, *, after_s: float) -> None:
         await self._write(callbacks.callback_failed, callback, after_s)
 
-    async def callback_count(self) -> int:
-        return await self._read(callbacks.callback_count)
+    async def callback_counts(self) -> CallbackCounts:
+        return await self._read(callbacks.callback_counts)
 
     # ── what the API asks ─────────────────────────────────────────────────────
 
