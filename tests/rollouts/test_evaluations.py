@@ -229,10 +229,12 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
 
 
 async def test_a_session_that_was_cut_off_gets_no_reward(tmp_path: Path) -> None:
+    async def hangs(call: Call) -> int:
+        await trio.sleep_forever()
+
     async with place(tmp_path) as here:
-        _, (session_id,) = await here.town.scheduler.submit(
-            task(budgets={"run_s": 60.0}, evaluator=user("WHOLE"))
-        )
+        here.town.runtimes.programs["agent"] = hangs
+        _, (session_id,) = await here.town.scheduler.submit(task(evaluator=user("WHOLE")))
         while not here.town.scheduler.cancel_session(session_id):  # noqa: ASYNC110 - it ends in milliseconds
             await trio.sleep(0)
         await until(lambda: not here.town.scheduler.log.open_places)
