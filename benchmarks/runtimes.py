@@ -14,6 +14,7 @@ import argparse
 import secrets
 import statistics
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -38,14 +39,16 @@ from polarnode.containers.runtimes import Runtimes, open_runtimes
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Judge
 from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
-from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.core.trajectory import Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
-from polarnode.merge.trajectory import Identity
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
+from polarnode.journal.values import Filters
 from polarnode.rollouts import session, session_containers
-from polarnode.rollouts.lifecycle import SessionRegistry
-from polarnode.rollouts.scheduler import Scheduler
+from polarnode.rollouts.scheduler import Scheduler, make_scheduler, recover
 from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
-from polarnode.support.concurrency import PrioritySemaphore
+from polarnode.support.concurrency import PrioritySemaphore, open_background
 
 AT_ONCE: Final = 4  # the node's init_limit
 RUN_PLACES: Final = 4
@@ -257,27 +260,36 @@ def _task(way: Way, count: int, run_s: float, files: int) -> TaskSpec:
 
 
 async def _played(way: Way, task: TaskSpec, folder: Path, ready: int) -> Flow:
-    notes = Notes()
     with _beforehand(way.beforehand):
         async with (
             open_runtimes(_settings(way.warm)) as runtimes,
-            open_scheduler(runtimes, notes, folder, ready, way.warm) as scheduler,
+            open_scheduler(runtimes, folder, ready, way.warm) as scheduler,
         ):
-            spent, (idle, hidden) = await _looked_at(scheduler, task)
-    wrong = [each.outcome for each in notes.published if each.outcome.status not in ("completed", "failed")]
+            looks, began = Looks(scheduler), trio.current_time()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(looks.run)
+                ended = await run_task(scheduler, task)
+                nursery.cancel_scope.cancel()
+            spent, (idle, hidden) = trio.current_time() - began, looks.shares()
+    wrong = [each.outcome for each in ended if each.outcome.status not in ("completed", "failed")]
     if wrong:
         raise SystemExit(f"a session ended wrong, the figures mean nothing: {wrong[0]}")
-    return Flow(ended=tuple(notes.published), spent=spent, idle=idle, hidden=hidden)
+    return Flow(ended=ended, spent=spent, idle=idle, hidden=hidden)
 
 
-async def _looked_at(scheduler: Scheduler, task: TaskSpec) -> tuple[float, tuple[float, float]]:
-    looks, began = Looks(scheduler), trio.current_time()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(looks.run)
-        scheduler.submit(task)
-        await scheduler.registry.stop(cancel=False)
-        nursery.cancel_scope.cancel()
-    return trio.current_time() - began, looks.shares()
+async def run_task(scheduler: Scheduler, task: TaskSpec) -> tuple[Trajectory, ...]:
+    """Run all of a task's sessions, and give their trajectories as the journal has them."""
+    log, journal = scheduler.log, scheduler.services.journal
+    assert isinstance(journal, Journal)
+    task_id, _ = await scheduler.submit(task)
+    seen = log.news
+    while log.open_places:
+        await log.wait_news(seen, LOOK_S)
+        seen = log.news
+    await journal.flushed()
+    page = await journal.events(0, filters=Filters(kinds=("trajectory",), task_id=task_id))
+    found = [await journal.trajectory(each.key.partition(":")[2]) for each in page.events]
+    return tuple(each for each in found if each is not None)
 
 
 @contextmanager
@@ -292,60 +304,42 @@ def _beforehand(wanted: bool) -> Iterator[None]:
         setattr(session, "open_prefetched_runtime", usual)  # noqa: B010
 
 
-@define(eq=False)
-class Notes:
-    """A journal that forgets all but the trajectories."""
-
-    published: list[Trajectory] = field(factory=list)
-
-    def task_submitted(
-        self, spec: TaskSpec, *, task_id: str, session_ids: tuple[str, ...], idempotency_key: str | None
-    ) -> None: ...
-
-    def session_started(self, identity: Identity) -> None: ...
-
-    def turn(self, turn: Turn) -> None: ...
-
-    def publish(self, trajectory: Trajectory) -> None:
-        self.published.append(trajectory)
-
-    def replaced(self, trajectory: Trajectory, successor: Identity) -> None:
-        self.published.append(trajectory)
-
-    def task_cancelled(self, task_id: str) -> None: ...
-
-
 @asynccontextmanager
-async def open_scheduler(
-    runtimes: Runtimes, notes: Notes, folder: Path, ready: int, warm: int
-) -> AsyncIterator[Scheduler]:
-    """The sessions' part of a node, with doors that lead nowhere."""
+async def open_scheduler(runtimes: Runtimes, folder: Path, ready: int, warm: int) -> AsyncIterator[Scheduler]:
+    """The sessions' part of a node alone, with doors that lead nowhere."""
     stages = Stages(
         live=PrioritySemaphore(limit=RUN_PLACES + ready),
         init=PrioritySemaphore(limit=AT_ONCE),
         run=PrioritySemaphore(limit=RUN_PLACES),
         post=PrioritySemaphore(limit=8),
     )
-    services = NodeServices(
-        identity=NodeIdentity(node="benchmark", model="none"),
-        journal=notes,
-        runtimes=runtimes,
-        stages=stages,
-        serve_endpoint=_no_door,
-        context_length=4096,
-        log_dir=folder,
-        ensure_image=_image_is_there,
-        drops_thinking=lambda _: False,
-        judge=_no_judge,
-    )
-    async with trio.open_nursery() as nursery:
-        yield Scheduler(
-            nursery=nursery,
-            services=services,
-            registry=SessionRegistry(services),
-            sessions_by_key=LiveSessions(),
-            warm=warm,
+    async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
+        services = NodeServices(
+            identity=NodeIdentity(node="benchmark", model="none"),
+            journal=journal,
+            runtimes=runtimes,
+            stages=stages,
+            serve_endpoint=_no_door,
+            context_length=4096,
+            log_dir=folder,
+            ensure_image=_image_is_there,
+            drops_thinking=lambda _: False,
+            judge=_no_judge,
         )
+        async with trio.open_nursery() as nursery:
+            scheduler = make_scheduler(
+                SqliteLog(journal),
+                services,
+                nursery,
+                sessions_by_key=LiveSessions(),
+                now=time.time,
+                most_claimed=2 * stages.live.limit,
+                warm=warm,
+            )
+            await recover(journal, scheduler, NodeFacts(name="benchmark"), print)
+            async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+                yield scheduler
+                await scheduler.registry.stop(cancel=False)
 
 
 def _no_door(session_id: str, door: socket) -> AbstractAsyncContextManager[object]:

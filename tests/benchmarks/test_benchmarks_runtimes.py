@@ -38,7 +38,6 @@ async def test_a_group_goes_through_every_phase_on_real_containers(
     """The workspace is prepared once, the root is sealed, a fresh evaluator sees the workdir alone, artifacts
     are kept, nothing stays.
     """
-    notes = bench.Notes()
     script = (
         "echo $(cat prepared) > answer; (echo x > /usr/x) 2>/dev/null && echo open >> answer; echo y >"
         " /tmp/cheat; sleep 300 & exit 0"
@@ -57,20 +56,19 @@ async def test_a_group_goes_through_every_phase_on_real_containers(
         budgets=Budgets(retries=0),
     )
     async with open_runtimes(settings(warm=2)) as runtimes:
-        async with bench.open_scheduler(runtimes, notes, tmp_path, 2, 2) as scheduler:
-            scheduler.submit(task)
-            await scheduler.registry.stop(cancel=False)
+        async with bench.open_scheduler(runtimes, tmp_path, 2, 2) as scheduler:
+            ended = await bench.run_task(scheduler, task)
         with trio.fail_after(120):
             while runtimes.statistics().warm or runtimes.statistics().live:  # noqa: ASYNC110 (seen from outside)
                 await trio.sleep(0.05)
         statistics = runtimes.statistics()
-    assert [(each.outcome.status, each.reward) for each in notes.published] == [("completed", 1.0)] * 3, (
-        notes.published[0].outcome
-    )
-    said: list[Any] = [each.metrics["evaluation"]["output_tail"] for each in notes.published]
+    assert [(each.outcome.status, each.reward) for each in ended] == [("completed", 1.0)] * 3, ended[
+        0
+    ].outcome
+    said: list[Any] = [each.metrics["evaluation"]["output_tail"] for each in ended]
     assert len(set(said)) == 1, "one of them prepared for all"
     assert (statistics.copied, statistics.reused) == (1, 5)
-    for each in notes.published:
+    for each in ended:
         with tarfile.open(each.metrics["artifacts"]["path"]) as kept:
             assert kept.getnames() == ["answer"]
 
