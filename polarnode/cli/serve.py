@@ -103,13 +103,13 @@ def _waits_for(steps: Steps) -> str:
 
 
 async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> None:
-    """Stop a node that has a lifeline, when nobody holds it and no front follows the node any more."""
+    """Stop a node that has a lifeline, when nobody holds it any more."""
     config = node.config
     ready.set()
     if config.lifeline is None:
         return
-    await orphaned(Path(config.lifeline), lambda: False, config.orphan_s)
-    logger.warning("nobody has held or followed this node for %g s: it ends", config.orphan_s)
+    await orphaned(Path(config.lifeline), config.orphan_s)
+    logger.warning("nobody has held this node for %g s: it ends", config.orphan_s)
     stop()
 
 

@@ -1,11 +1,9 @@
-"""A node that a launcher holds by a lifeline: it ends by itself when nobody holds or follows it any more.
+"""A node that a launcher holds by a lifeline: it ends by itself when nobody holds it any more.
 
 The lifeline is a file that the launcher has locked. The kernel gives the lock back however the launcher dies,
-and the next launcher takes it: unlike a pipe, it can be picked up. A front's open feed keeps the node alive
-too, whatever became of the launcher.
+and the next launcher takes it: unlike a pipe, it can be picked up.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +14,10 @@ from polarnode.support.locks import lock_held
 LOOK_S: Final = 1.0  # between looks at the lock: two system calls
 
 
-async def orphaned(lifeline: Path, followed: Callable[[], bool], orphan_s: float) -> None:
-    """Return when nobody has held the lifeline and no front has followed the node for `orphan_s` seconds."""
+async def orphaned(lifeline: Path, orphan_s: float) -> None:
+    """Return when nobody has held the lifeline for `orphan_s` seconds."""
     last = trio.current_time()
     while trio.current_time() - last < orphan_s:
         await trio.sleep(min(LOOK_S, orphan_s))
-        if followed() or lock_held(lifeline):
+        if lock_held(lifeline):
             last = trio.current_time()

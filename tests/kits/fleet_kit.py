@@ -15,10 +15,6 @@ from typing import Any
 import trio
 from attrs import define, field
 
-from polarnode.fleet.config import FleetConfig
-from polarnode.fleet.front import Front
-from polarnode.fleet.serving import serve_front
-
 KIT = Path(__file__).parent
 
 
@@ -98,24 +94,6 @@ async def hollow_nodes(folder: Path, count: int, **more: Any) -> AsyncIterator[l
                     with suppress(ProcessLookupError):
                         node.go_on()
                 await node.kill()
-
-
-async def all_up(front: Front, count: int) -> None:
-    """Wait until so many nodes take tasks."""
-    with trio.fail_after(60):
-        while len(front.roster.in_state("up")) < count:  # noqa: ASYNC110
-            await trio.sleep(0.05)
-
-
-def fleet_here(thread: Any, folder: Path, *, nodes: int, token: str | None = None) -> str:
-    """The address of a front of so many hollow nodes, for as long as a thread of `client_kit.here` is open."""
-    processes = thread.open(hollow_nodes(folder, nodes, token=token))
-    config = FleetConfig(
-        nodes=tuple(each.url for each in processes), port=0, token=token, state_dir=str(folder / "front")
-    )
-    front, address = thread.open(serve_front(config.check()))
-    thread.do(all_up, front, nodes)
-    return f"http://127.0.0.1:{address.port}"
 
 
 def hollow_task(

@@ -178,7 +178,7 @@ async def main(folder: Path, ports: list[int], token: str | None, settings: dict
             print(json.dumps(line), flush=True)
         if lifeline := os.environ.get("POLARNODE_LIFELINE"):  # a launcher that does not hold standard input
             orphan_s = float(os.environ["POLARNODE_ORPHAN_S"])
-            await orphaned(Path(lifeline), lambda: bool(node.homes.office.feeds), orphan_s)
+            await orphaned(Path(lifeline), orphan_s)
         else:
             await trio.lowlevel.wait_readable(sys.stdin)  # whoever started this has gone
         os._exit(0)  # a hollow node has nothing to save that is not in its journal

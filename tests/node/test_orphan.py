@@ -1,4 +1,4 @@
-"""A node that nobody holds and no front follows ends; either of them keeps it."""
+"""A node that nobody holds ends by itself."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,42 +15,38 @@ from polarnode.node.orphan import orphaned
 from polarnode.support.locks import take_lock
 
 
-async def ends(lifeline: Path, followed: dict[str, int], orphan_s: float, within_s: float) -> bool:
+async def ends(lifeline: Path, orphan_s: float, within_s: float) -> bool:
     with trio.move_on_after(within_s) as patience:
-        await orphaned(lifeline, lambda: bool(followed), orphan_s)
+        await orphaned(lifeline, orphan_s)
     return not patience.cancelled_caught
 
 
-async def test_a_node_lives_while_it_is_held_or_followed(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_held_node_lives(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     path = tmp_path / "m.lock"
-    assert await ends(path, {}, 300.0, 302.0), "nobody ever held it"
+    assert await ends(path, 300.0, 302.0), "nobody ever held it"
     held = take_lock(path)
     assert held is not None
-    assert not await ends(path, {}, 300.0, 1000.0)
+    assert not await ends(path, 300.0, 1000.0)
     held.close()
-    assert not await ends(path, {"front": 1}, 300.0, 1000.0), "a front that follows it is enough"
-    assert await ends(path, {}, 300.0, 302.0)
+    assert await ends(path, 300.0, 302.0)
 
 
-async def test_the_time_begins_when_the_last_one_left(
-    tmp_path: Path, autojump_clock: trio.testing.MockClock
-) -> None:
-    followed, path = {"front": 1}, tmp_path / "m.lock"
+async def test_orphan_time_begins_at_release(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    path = tmp_path / "m.lock"
     async with trio.open_nursery() as nursery:
         began = trio.current_time()
 
-        async def leave() -> None:
-            await trio.sleep(500)
-            followed.clear()
-            await trio.sleep(200)
-            followed["next"] = 1
-            await trio.sleep(100)
-            followed.clear()
+        async def hold_twice() -> None:
+            for begins, seconds in ((0, 500), (200, 100)):
+                await trio.sleep(begins)
+                held = take_lock(path)
+                assert held is not None
+                await trio.sleep(seconds)
+                held.close()
 
-        nursery.start_soon(leave)
-        await orphaned(path, lambda: bool(followed), 300.0)
+        nursery.start_soon(hold_twice)
+        await trio.testing.wait_all_tasks_blocked()
+        await orphaned(path, 300.0)
         assert 1099 <= trio.current_time() - began <= 1102
 
 
@@ -64,7 +60,7 @@ def test_a_lifeline_is_a_setting() -> None:
 
 async def test_an_orphan_stops_as_at_a_signal(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     config = read_config(flags={"lifeline": str(tmp_path / "m.lock"), "orphan_s": 7.0})
-    node = SimpleNamespace(config=config, homes=SimpleNamespace(office=SimpleNamespace(feeds={})))
+    node = SimpleNamespace(config=config)
     stopped: list[float] = []
     began = trio.current_time()
     stop = StopRequest(lambda: stopped.append(trio.current_time() - began))
