@@ -44,7 +44,7 @@ async def test_lost_entry_ends_what_runs(tmp_path: Path) -> None:
         ):
             with pytest.raises(JournalDamaged, match="no new work is taken"):
                 await ask()
-        assert "no new work is taken" in (node.report().load.busy or "")
+        assert "no new work is taken" in (node.journal.statistics().warning or "")
 
 
 async def test_capture_that_is_lost_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import orjson
 import pytest
 import session_kit as kit
 import trio
-import trio.lowlevel
 import trio.testing
 from attrs import define, evolve
 from fakes_runtime import Call, Program
@@ -236,8 +235,7 @@ async def test_a_session_that_was_cut_off_gets_no_reward(tmp_path: Path) -> None
     async with place(tmp_path) as here:
         here.town.runtimes.programs["agent"] = hangs
         _, (session_id,) = await here.town.scheduler.submit(task(evaluator=user("WHOLE")))
-        while not here.town.scheduler.cancel_session(session_id):
-            await trio.lowlevel.checkpoint()
+        await until(lambda: here.town.scheduler.cancel_session(session_id))
         await until(lambda: not here.town.scheduler.log.open_places)
         await here.journal.flushed()
         (one,) = (await here.again(session_id)).sessions
