@@ -18,11 +18,11 @@ from polarnode.core.errors import JournalError, Unreadable, boundary
 from polarnode.core.trajectory import Turn
 from polarnode.journal import entries, held, queries
 from polarnode.journal.damage import Damage, Damages, JournalConnection, note, reading_pages
-from polarnode.journal.schema import BUSY_MS, TABLES, VERSION
+from polarnode.journal.schema import BUSY_MS, FLEET, TABLES, VERSION
 from polarnode.journal.values import KEYS_ALONE, EventKind, Filters
 
-# Not `copies` and `commits`, which older fleets kept: nothing reads them, so nothing in them is a fault.
-BODIES: Final = ("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations", "held")
+# Not `copies`, `commits` and `held` of older fleets: no node reads them, so nothing in them is a fault.
+BODIES: Final = ("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations", "results")
 FAULTS_OF_SQLITE: Final = 100  # that its check lists; a file with more is not repaired by reading them
 
 
@@ -101,7 +101,7 @@ def _add_later_columns(db: sqlite3.Connection) -> None:
     the table of its name.
     """
     today = sqlite3.connect(":memory:")
-    today.executescript(TABLES)
+    today.executescript(f"{TABLES};{FLEET}")
     for (table,) in today.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         if table.startswith("sqlite_"):
             continue
@@ -202,10 +202,9 @@ def _evaluations(db: sqlite3.Connection) -> None:
         entries.evaluation(db, evaluation_id)
 
 
-def _held(db: sqlite3.Connection) -> None:
-    """Results that wait."""
-    for (session_id,) in db.execute("SELECT session_id FROM held").fetchall():
-        held.held_result(db, session_id)
+def _results(db: sqlite3.Connection) -> None:
+    """Results that a shared log may lack."""
+    held.read_results(db)
 
 
 # by table and its key, what must be there for each row, as a query that gives the keys of the rows without it
@@ -248,8 +247,8 @@ REFERENCES: Final[Mapping[str, tuple[str, str]]] = {
         WHERE evaluation_id NOT IN (SELECT evaluation_id FROM evaluations)""",
     ),
     "the session of the result is missing": (
-        "held",
-        "SELECT session_id FROM held WHERE session_id NOT IN (SELECT session_id FROM sessions)",
+        "results",
+        "SELECT session_id FROM results WHERE session_id NOT IN (SELECT session_id FROM sessions)",
     ),
     "it acknowledges events that were never given": (
         "positions",
@@ -265,4 +264,4 @@ def _references(db: sqlite3.Connection) -> None:
             note(db, Damage(table=table, row=str(row), reason=reason))
 
 
-STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _held, _references)
+STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _results, _references)

@@ -1,65 +1,134 @@
-"""Results that wait: ends of sessions that the log has not acknowledged, so that a restart delivers them.
+"""Results of this node's sessions that a shared log may lack: until it has answered, and for a while after.
 
-Entries and queries, as in `entries.py` and `queries.py`. A result stands beside the rows of its turns, which
-the journal has already.
+A log that other machines keep may be away for minutes when a session ends, and a standby that takes over may
+lack the last seconds of what was acknowledged. So a result is in the node's own journal before the log is
+told, and is told again when the log's identity changes. The turns of its session are in the journal already.
 """
 
 import sqlite3
-from struct import Struct
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
-from attrs import frozen
+from attrs import define, evolve, frozen
 
-from polarnode.core.codec.packing import pack_trajectory, unpack_trajectory
+from polarnode.core.codec.json import dump_json, plain, read_json, structure
+from polarnode.core.codec.tasks import task_json
+from polarnode.core.conversation import Json
 from polarnode.core.errors import Unreadable
-from polarnode.core.trajectory import Trajectory
 from polarnode.journal.damage import Damage, check, checksum, decoding, note
-from polarnode.journal.entries import ROW_BYTES, Entry, insert_session
+from polarnode.journal.entries import ROW_BYTES, Entry
+from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import Claim, Ended
 from polarnode.journal.queries import readable_turns
-from polarnode.journal.schema import snapshot
 
-# When it ended, and the number and size of the parts that follow: it is one, the trajectory.
-_HEAD: Final = Struct(">dII")
+# Of an acknowledged result: longer than a site takes to promote a standby, and a standby that is further
+# behind is no standby. The bytes are some minutes of a busy node.
+KEPT_S: Final = 600.0
+KEPT_BYTES: Final = 256 << 20
 
 
 @frozen(kw_only=True)
-class EndedResult:
-    """A session's trajectory with its turns, and when it ended: the time of its event."""
+class HeldResult:
+    """A session that is over, with the claim that it ran by: None for an attempt whose place was another's.
+    `ended` has its trajectory alone. `answered`: when the log acknowledged it, in seconds since the epoch.
+    """
 
-    trajectory: Trajectory
-    at: float
-
-
-def hold_entry(trajectory: Trajectory, *, at: float) -> Entry:
-    """A result whose event has no number yet. Its turns are in the journal."""
-    body = pack_trajectory(trajectory)
-    row = (trajectory.session_id, trajectory.task_id, _HEAD.pack(at, 1, len(body)) + body)
-    ids = {"session_id": trajectory.session_id, "task_id": trajectory.task_id}
-
-    def apply(db: sqlite3.Connection) -> None:
-        insert_session(db, **ids, sample_index=trajectory.sample_index, attempt=trajectory.attempt)
-        over = "SELECT 1 FROM sessions WHERE session_id = ? AND outcome IS NOT NULL"
-        if db.execute(over, row[:1]).fetchone() is None:
-            db.execute("INSERT OR IGNORE INTO held VALUES (?, ?, ?, ?)", (*row, checksum(*row)))
-
-    return Entry(ROW_BYTES + len(row[2]), apply)
+    claim: Claim | None
+    ended: Ended
+    answered: float | None = None
 
 
-def held_result(db: sqlite3.Connection, session_id: str) -> EndedResult | None:
-    """A result that waits, with its turns; None where it is damaged, or there is none."""
-    with snapshot(db):
-        row = db.execute("SELECT * FROM held WHERE session_id = ?", (session_id,)).fetchone()
-        if row is None:
-            return None
-        turns, damaged = readable_turns(db, session_id)
-    try:
-        check(row[3], *row[:3])
-        with decoding():
-            at, parts, size = _HEAD.unpack_from(row[2])
-            body = row[2][_HEAD.size :]
-            if parts != 1 or len(body) != size:
-                raise Unreadable("it is cut off")
-            return EndedResult(trajectory=unpack_trajectory(body, turns, damaged=damaged), at=at)
-    except Unreadable as error:
-        note(db, Damage(table="held", row=session_id, session_id=session_id, reason=str(error)))
+@define(eq=False)
+class HeldResults:
+    """The results that a journal holds for a shared log."""
+
+    journal: Journal
+    now: Callable[[], float]  # seconds since the epoch
+
+    def hold(self, claim: Claim | None, ended: Ended) -> None:
+        """Keep a result. It never waits."""
+        about = dump_json({"claim": _claim_json(claim), "ended": plain(evolve(ended, parts=()))})
+        row = (ended.identity.session_id, about, ended.parts[0])
+        self.journal.write(Entry(ROW_BYTES + len(about) + len(row[2]), partial(_insert, row=row)))
+
+    def answered(self, session_id: str) -> None:
+        """The log has it. It is kept on, because a standby may not have it yet."""
+        self.journal.write(Entry(ROW_BYTES, partial(_answered, session_id=session_id, at=self.now())))
+
+    async def with_turns(self, ended: Ended) -> Ended:
+        """A result with the turns that this journal has of its session."""
+        await self.journal.flushed()
+        turns = await self.journal.query(_packed_turns, ended.identity.session_id)
+        return evolve(ended, parts=(ended.parts[0], *turns))
+
+    async def all(self) -> tuple[HeldResult, ...]:
+        """All that is kept, the oldest first."""
+        await self.journal.flushed()
+        return await self.journal.query(read_results)
+
+    def sweep(self) -> None:
+        """Delete what was acknowledged long ago, with the turns of its sessions."""
+        self.journal.write(Entry(ROW_BYTES, partial(_sweep, before=self.now() - KEPT_S)))
+
+
+# ── entries and reads ─────────────────────────────────────────────────────────
+
+
+def _claim_json(claim: Claim | None) -> Json:
+    if claim is None:
         return None
+    found: dict[str, Json] = plain(evolve(claim, ending=None))
+    return {**found, "spec": task_json(claim.spec)}
+
+
+def _insert(db: sqlite3.Connection, *, row: tuple[str, bytes, bytes]) -> None:
+    db.execute(
+        "INSERT OR IGNORE INTO results (session_id, about, body, checksum) VALUES (?, ?, ?, ?)",
+        (*row, checksum(*row)),
+    )
+
+
+def _answered(db: sqlite3.Connection, *, session_id: str, at: float) -> None:
+    db.execute("UPDATE results SET answered = ? WHERE session_id = ?", (at, session_id))
+
+
+def _packed_turns(db: sqlite3.Connection, session_id: str) -> tuple[bytes, ...]:
+    """The turns that can be read, as they were packed."""
+    readable = {turn.index for turn in readable_turns(db, session_id)[0]}
+    rows = db.execute("SELECT turn, body FROM turns WHERE session_id = ? ORDER BY turn", (session_id,))
+    return tuple(body for turn, body in rows if turn in readable)
+
+
+def read_results(db: sqlite3.Connection) -> tuple[HeldResult, ...]:
+    """All results that can be read, the oldest first."""
+    found: list[HeldResult] = []
+    rows = db.execute("SELECT session_id, about, body, answered, checksum FROM results ORDER BY rowid")
+    for session_id, about, body, answered, expected in rows.fetchall():
+        try:
+            check(expected, session_id, about, body)
+            with decoding():
+                value = read_json(about)
+                assert isinstance(value, Mapping)
+                claim = None if value["claim"] is None else structure(value["claim"], Claim)
+                ended = evolve(structure(value["ended"], Ended), parts=(body,))
+        except Unreadable as error:
+            note(db, Damage(table="results", row=session_id, session_id=session_id, reason=str(error)))
+            continue
+        found.append(HeldResult(claim=claim, ended=ended, answered=answered))
+    return tuple(found)
+
+
+OLD: Final = """
+SELECT session_id FROM (
+    SELECT session_id, answered, sum(size) OVER (ORDER BY answered DESC, session_id) AS newer FROM (
+        SELECT session_id, answered, length(body) + coalesce((
+            SELECT sum(length(body)) FROM turns WHERE turns.session_id = results.session_id), 0) AS size
+        FROM results WHERE answered IS NOT NULL))
+WHERE answered < ? OR newer > ?"""
+
+
+def _sweep(db: sqlite3.Connection, *, before: float) -> None:
+    old = db.execute(OLD, (before, KEPT_BYTES)).fetchall()
+    for table in ("turns", "sessions", "results"):
+        db.executemany(f"DELETE FROM {table} WHERE session_id = ?", old)

@@ -24,7 +24,8 @@ from polarnode.core.trajectory import ForkedFrom
 from polarnode.journal.damage import Damages, JournalConnection, decoding, is_corrupt
 from polarnode.support.bounded import private_opener
 
-VERSION = 9
+VERSION = 10
+# of the fleets before version 10, whose nodes held tasks for each other; no new journal has these tables
 FLEET = """
 CREATE TABLE copies (
     task_id TEXT PRIMARY KEY,
@@ -46,15 +47,25 @@ CREATE TABLE commits (
     PRIMARY KEY (task_id, place)
 );
 CREATE TABLE held (session_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, body BLOB NOT NULL, checksum INTEGER);
-INSERT INTO meta VALUES ('term', 0), ('journal', 'j' || lower(hex(randomblob(8))))
+INSERT INTO meta VALUES ('term', 0)
 """
+JOURNAL_ID = "INSERT INTO meta VALUES ('journal', 'j' || lower(hex(randomblob(8))))"
+RESULTS = """
+CREATE TABLE results (
+    session_id TEXT PRIMARY KEY,
+    about BLOB NOT NULL,
+    body BLOB NOT NULL,
+    answered REAL,
+    checksum INTEGER
+)"""
 
 # By version, the statements that make the next version. What came with 2: routed experts and alternatives in
 # turns and traces. 3: retried sessions, cancelled tasks, the new messages of turns. 4: times of events and
 # positions, the weights that were served, pending callbacks, what a group needs of its sessions, when a
 # consumer was last seen, marks of what all consumers had acknowledged. 5: checksums (`damage.py`).
 # 6: teachers' logprobs in traces; evaluations of sessions that were over. 7: the journal's id, what a fleet
-# keeps in two journals. 8: forks. 9: sessions that go on where another was lost.
+# keeps in two journals. 8: forks. 9: sessions that go on where another was lost. 10: results of sessions that
+# a shared log may lack.
 STEPS: Mapping[int, str] = {
     1: "",
     2: (
@@ -84,9 +95,10 @@ STEPS: Mapping[int, str] = {
         " session_id TEXT NOT NULL, n INTEGER, seq INTEGER, reward REAL, error TEXT, UNIQUE (evaluation_id,"
         " session_id));\nCREATE INDEX evaluated_by_session ON evaluated (session_id, n)"
     ),
-    6: FLEET,
+    6: f"{FLEET};\n{JOURNAL_ID}",
     7: "",
     8: "",
+    9: RESULTS,
 }
 
 TABLES = (
@@ -177,10 +189,10 @@ CREATE TABLE evaluated (
 CREATE INDEX evaluated_by_session ON evaluated (session_id, n);
 INSERT INTO meta VALUES ('life', 0), ('pruned', 0);
 """
-    + FLEET
+    f"{JOURNAL_ID};\n{RESULTS}"
 )
 MADE = tuple(re.findall(r"CREATE TABLE (\w+)", TABLES))
-KEPT = ("life", "pruned", "term", "journal")  # rows of `meta` that every journal has
+KEPT = ("life", "pruned", "journal")  # rows of `meta` that every journal has
 
 # Each commit writes whole pages, first to the log. A turn is 1-16 kB: in pages of 16 kB it leaves up to half
 # of its page empty, and takes twice the disk. Rows of megabytes take longer: 14 ms more for each 12 MB.

@@ -79,7 +79,6 @@ class Node:
     adapters: AdapterStore
     engine_control: EngineControl
     evaluations: Evaluations
-    draining: bool = field(default=False, init=False)  # takes no new tasks; what runs goes on
     # two submissions of one key at once must be one task
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)
 
@@ -102,7 +101,7 @@ class Node:
         self.callbacks.check(spec)
 
     async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
-        if self.draining:
+        if self.scheduler.draining:
             raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAINING_S)
         check_task(
             self.journal.statistics(),
@@ -149,7 +148,7 @@ class Node:
 
     def drain(self, draining: bool) -> None:
         """Take no new tasks until this is taken back."""
-        self.draining = draining
+        self.scheduler.draining = draining
 
     @property
     def node_id(self) -> str:

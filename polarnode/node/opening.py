@@ -42,6 +42,7 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
+from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Log, NodeFacts
 from polarnode.journal.log.postgres.postgres import open_postgres_log
@@ -415,6 +416,8 @@ async def _open_sessions(
             now=time.time,
             most_claimed=CLAIMED_AHEAD * services.stages.live.limit,
             warm=config.warm,
+            held=HeldResults(journal, time.time) if log.shared else None,
+            engines_ready=lambda: any(host.state == "ready" for host in engines.statistics().hosts),
         )
         async with (
             open_background(scheduler.registry.results.run),

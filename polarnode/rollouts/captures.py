@@ -7,7 +7,6 @@ its turns are then being counted; a spent budget is reported as in any session, 
 requests.
 """
 
-import secrets
 from typing import Final
 
 import trio
@@ -28,12 +27,12 @@ from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.admission import check_capture
 from polarnode.rollouts.evaluation import spent_reason
 from polarnode.rollouts.lifecycle import (
-    SESSION_ID_BYTES,
     CancelCause,
     SessionRegistry,
 )
 from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices
+from polarnode.support.ids import new_id
 
 # ── one capture ───────────────────────────────────────────────────────────────
 
@@ -264,8 +263,8 @@ class Captures:
             self._check_capacity()
             record = await self.log.submit(
                 task,
-                task_id=spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}",
-                session_ids=tuple(secrets.token_hex(SESSION_ID_BYTES) for _ in range(spec.num_samples)),
+                task_id=spec.task_id or f"task-{new_id()}",
+                session_ids=tuple(new_id() for _ in range(spec.num_samples)),
                 submitted=self.journal.now(),
             )
         elif evolve(record.spec, task_id=spec.task_id) != task:

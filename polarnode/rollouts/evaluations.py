@@ -54,10 +54,10 @@ from polarnode.journal.journal import Journal
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.admission import insist_writable
 from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
-from polarnode.rollouts.lifecycle import new_session_id
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session_containers import LAST, Containers, Gone
 from polarnode.rollouts.snapshots import FROZEN, SNAPSHOT
+from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Evaluations:
         if spec.evaluator is not None:
             self._evaluator(spec.evaluator)
         sessions = await self._standing(spec)
-        evaluation_id = f"evaluation-{new_session_id()}"
+        evaluation_id = f"evaluation-{new_id()}"
         self.journal.write(
             evaluation_entry(
                 spec,

@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 REASON_CHARACTERS = 200  # of a line of the node's log: the whole is in the trajectory
 FORGOTTEN_S: Final = 1.0  # until a request that ends a capture, or watches a session, has been answered
-SESSION_ID_BYTES: Final = 8  # 64 random bits, so that session ids never collide
 
 # ── attempts of a group's sample ──────────────────────────────────────────────
 
@@ -263,7 +262,7 @@ class SessionRegistry:
             self.cancel_all()
         if self._drivers:
             await self._emptied.wait()
-        await self.results.delivered()
+        await self.results.leave()
 
 
 def log_end(trajectory: Trajectory) -> None:
@@ -289,8 +288,3 @@ def bug_outcome(identity: Identity, error: Exception) -> Outcome:
     """Log a bug of the node and return the outcome of its session."""
     logger.error("session %s met a bug", identity.session_id, exc_info=error)
     return Outcome(status="error", boundary="node", reason=f"{type(error).__name__}: {error}")
-
-
-def new_session_id() -> str:
-    """An id for a new session."""
-    return secrets.token_hex(SESSION_ID_BYTES)

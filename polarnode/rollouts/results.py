@@ -2,11 +2,13 @@
 
 A session that is over has its result written here in one step, and the log is told beside everything else.
 While the log is away the node goes on, and what it has to say waits; it says each thing again as it was until
-there is an answer, which is the same however often it is asked (`journal/log/port.py`).
+there is an answer, which is the same however often it is asked (`journal/log/port.py`). What a shared log
+may lack is also in the node's own journal (`journal/held.py`), so that it outlives the node's process, and a
+standby of the log that knew less than it acknowledged.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Final, TypeVar
 
 import trio
@@ -14,7 +16,9 @@ from attrs import define, field
 
 from polarnode.core.backoff import Backoff
 from polarnode.core.trajectory import Trajectory
-from polarnode.journal.log.port import Claim, Ended, FinishAnswer, LogAway, Places, ended_session
+from polarnode.journal.held import HeldResult, HeldResults
+from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log, LogAway, ended_session
+from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
 
@@ -23,23 +27,29 @@ T = TypeVar("T")
 # before the log is asked again: a failover takes some seconds, and only trainers wait for these results
 PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
 AT_ONCE: Final = 8  # results on their way: one large body holds up no other
+SWEEP_S: Final = 60.0  # between looks at what was acknowledged long ago
+LAST_S: Final = 10.0  # for the log to answer when the node stops: what it does not take, the next start tells
 
 
 @define(eq=False)
 class Results:
-    """The ends of a node's sessions. `run` delivers them; `on_filled` is told of each that has its place."""
+    """The ends of a node's sessions. `run` delivers them; `on_filled` is told of each that has its place.
+    `held`: where a shared log is, what it may lack.
+    """
 
-    log: Places
+    log: Log
     now: Callable[[], float]  # seconds since the epoch
-    on_filled: Callable[[Claim, Trajectory, FinishAnswer], Awaitable[None]]
+    on_filled: Callable[[Claim, Ended, FinishAnswer], Awaitable[None]]
+    held: HeldResults | None = None
     incarnation: int = 0
     unwritten: set[tuple[str, int]] = field(factory=set, init=False)  # samples whose end could not be written
     _claims: dict[str, Claim] = field(factory=dict, init=False)  # by session, of those that run
-    _waiting: dict[str, tuple[Claim | None, Trajectory, Ended]] = field(factory=dict, init=False)
+    _waiting: dict[str, Ended] = field(factory=dict, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
+    _identity: str | None = field(default=None, init=False)  # of the log, when it last answered
 
     def hold(self, claim: Claim) -> None:
-        """A session of this claim runs."""
+        """A session of this claim runs, or its result is on its way."""
         self._claims[claim.session_id] = claim
 
     def claim_of(self, session_id: str) -> Claim | None:
@@ -48,21 +58,63 @@ class Results:
 
     def publish(self, trajectory: Trajectory) -> None:
         """Take the end of a session. It never waits. What cannot be packed raises here, at its source."""
-        claim = self._claims.get(trajectory.session_id)
         ended = ended_session(trajectory, finished=self.now())
-        self._waiting[trajectory.session_id] = (claim, trajectory, ended)
+        if self.held is not None:
+            self.held.hold(self._claims.get(trajectory.session_id), ended)
+        self._waiting[trajectory.session_id] = ended
         self._note()
 
-    async def put_back(self, trajectory: Trajectory, *, counts: bool) -> Claim | None:
-        """Give back the place of a session that was lost, for another attempt at this node. None where there
-        is to be none. Waits until the log has answered.
+    async def put_back(self, trajectory: Trajectory, *, counts: bool, keep: bool = True) -> Claim | None:
+        """Give back the place of a session that was lost, for another attempt; with `keep` at this node,
+        whose claim it gives unless there is to be none. Waits until the log has answered.
         """
         claim = self._claims[trajectory.session_id]
         ended = ended_session(trajectory, finished=self.now())
-        with trio.CancelScope(shield=True):
-            kept = await self._told(lambda: self.log.put_back(claim, ended, counts=counts, keep=True))
-        del self._claims[trajectory.session_id]
+        if self.held is not None:  # the place is not its own any more, whenever the log hears of it
+            self.held.hold(None, ended)
+        whole = await self._whole(ended)
+        kept = await self.told(lambda: self.log.put_back(claim, whole, counts=counts, keep=keep))
+        self._answered(trajectory.session_id)
         return kept
+
+    async def restore(self, inherited: Collection[str]) -> frozenset[str]:
+        """Take what earlier runs of this node held for the log: what it has not answered, and what it does
+        not know any more, as it gave the places of the sessions `inherited` to this one. Gives all sessions
+        that are held.
+        """
+        if self.held is None:
+            return frozenset()
+        self._identity = await self.told(self.log.identity)
+        kept = await self.held.all()
+        for each in kept:
+            if each.answered is None or each.ended.identity.session_id in inherited:
+                self._take(each)
+        return frozenset(each.ended.identity.session_id for each in kept)
+
+    async def tell_again(self) -> None:
+        """The log was away. Where it has another identity now, its new primary may lack what the old one
+        acknowledged: everything that is kept is told again, which changes nothing where it is known.
+        """
+        if self.held is None:
+            return
+        identity = await self.told(self.log.identity)
+        if identity == self._identity:
+            return
+        logger.warning(
+            "the log is %s now, and was %s: recent results are told again", identity, self._identity
+        )
+        self._identity = identity
+        for each in await self.held.all():
+            self._take(each)
+
+    def _take(self, result: HeldResult) -> None:
+        session_id = result.ended.identity.session_id
+        if session_id in self._waiting:
+            return
+        if result.claim is not None:
+            self._claims.setdefault(session_id, result.claim)
+        self._waiting[session_id] = result.ended
+        self._note()
 
     @property
     def waiting(self) -> int:
@@ -81,6 +133,17 @@ class Results:
             await self._changed.wait()
         await trio.lowlevel.checkpoint()
 
+    async def leave(self) -> None:
+        """End this incarnation at a shared log, once it has all results; or in LAST_S without that."""
+        with trio.move_on_after(LAST_S) as scope:
+            await self.delivered()
+            if self.log.shared:
+                await self.told(lambda: self.log.leave(self.incarnation))
+        if scope.cancelled_caught:
+            logger.warning(
+                "the log does not answer: the next start of this node tells it %d results", self.waiting
+            )
+
     async def run(self, ready: trio.Event) -> None:
         """Deliver what comes, until cancelled."""
         ready.set()
@@ -88,10 +151,10 @@ class Results:
         limit = trio.CapacityLimiter(AT_ONCE)
 
         async def deliver(session_id: str) -> None:
-            claim, trajectory, ended = self._waiting[session_id]
+            ended = self._waiting[session_id]
             try:
                 async with limit:
-                    await self._deliver(claim, trajectory, ended)
+                    await self._deliver(session_id, await self._whole(ended))
             except Exception:
                 # the isolation edge: one result that cannot be written must not keep back the others
                 logger.exception(
@@ -99,35 +162,74 @@ class Results:
                     " next start finds it",
                     session_id,
                 )
-                self.unwritten.add((trajectory.task_id, trajectory.sample_index))
+                self.unwritten.add((ended.identity.task_id, ended.identity.sample_index))
+                self._claims.pop(session_id, None)
+            else:
+                self._answered(session_id)
             del self._waiting[session_id]
-            self._claims.pop(session_id, None)
             under_way.discard(session_id)
             self._note()
 
         async with trio.open_nursery() as nursery:
+            if self.held is not None:
+                nursery.start_soon(self._sweep, self.held)
             while True:
                 for session_id in self._waiting.keys() - under_way:
                     under_way.add(session_id)
                     nursery.start_soon(deliver, session_id)
                 await self._changed.wait()
 
-    async def _deliver(self, claim: Claim | None, trajectory: Trajectory, ended: Ended) -> None:
-        if claim is None:
-            await self._told(lambda: self.log.publish(ended, self.incarnation))
-            return
-        answer = await self._told(lambda: self.log.finish(claim, ended))
-        if answer == "another":
-            logger.warning(
-                "session %s lost its place to another and is published as an attempt", claim.session_id
-            )
-            await self._told(lambda: self.log.publish(ended, self.incarnation))
-        elif answer == "unknown":
-            logger.warning("the log has no task %s any more: its result is dropped", claim.task_id)
-        else:
-            await self.on_filled(claim, trajectory, answer)
+    async def _sweep(self, held: HeldResults) -> None:
+        while True:
+            held.sweep()
+            await trio.sleep(SWEEP_S)
 
-    async def _told(self, tell: Callable[[], Awaitable[T]]) -> T:
+    async def _whole(self, ended: Ended) -> Ended:
+        """A result as the log takes it: a shared one has no turns of this node's sessions yet."""
+        return ended if self.held is None else await self.held.with_turns(ended)
+
+    async def _deliver(self, session_id: str, ended: Ended) -> None:
+        while True:
+            claim = self._claims.get(session_id)
+            if claim is None:
+                await self.told(lambda: self.log.publish(ended, self.incarnation))
+                return
+            answer = await self._finish(claim, ended)
+            if answer == "another" and self._claims.get(session_id) is not claim:
+                continue  # the node joined again meanwhile, and holds the place by another claim
+            if answer == "another":
+                logger.warning("session %s lost its place and is published as an attempt", session_id)
+                await self.told(lambda: self.log.publish(ended, self.incarnation))
+            elif answer == "unknown":
+                logger.warning("the log has no task %s any more: its result is dropped", claim.task_id)
+            else:
+                await self.on_filled(claim, ended, answer)
+            return
+
+    async def _finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
+        answer = await self.told(lambda: self.log.finish(claim, ended))
+        if answer != "unknown" or self.held is None:
+            return answer
+        # retention deletes no task so young: the primary that has this log now never had it
+        ids = [new_id() for _ in range(claim.spec.num_samples)]
+        ids[claim.sample_index] = claim.session_id
+        await self.told(
+            lambda: self.log.submit(
+                claim.spec,
+                task_id=claim.task_id,
+                session_ids=tuple(ids),
+                idempotency_key=claim.idempotency_key,
+                submitted=claim.submitted,
+            )
+        )
+        return await self.told(lambda: self.log.finish(claim, ended))
+
+    def _answered(self, session_id: str) -> None:
+        self._claims.pop(session_id, None)
+        if self.held is not None:
+            self.held.answered(session_id)
+
+    async def told(self, tell: Callable[[], Awaitable[T]]) -> T:
         """The log's answer, however long it is away."""
         tries = 0
         while True:

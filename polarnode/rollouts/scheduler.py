@@ -9,7 +9,6 @@ that is killed meanwhile finds the rest at its next start.
 """
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -29,22 +28,22 @@ from polarnode.groups.fork_policy import fork_place
 from polarnode.groups.group import (
     EARLY_STOP,
     Facts,
-    facts_of,
     judged,
     lost_to_the_machine,
     member_of,
     stamped,
 )
+from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import (
     Claim,
+    Ended,
     EndingCause,
     FinishAnswer,
     Log,
     LogAway,
     NodeFacts,
     Offer,
-    ended_session,
 )
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.token_extras import unscored
@@ -52,19 +51,19 @@ from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
 from polarnode.rollouts.admission import Admitted, admitted
 from polarnode.rollouts.continuing import went_wrong
 from polarnode.rollouts.lifecycle import (
-    SESSION_ID_BYTES,
     CancelCause,
     SessionEnd,
     SessionRegistry,
     pause_before,
     retries_left,
 )
-from polarnode.rollouts.results import Results
+from polarnode.rollouts.results import LAST_S, Results
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session import Session
 from polarnode.rollouts.trees import tree_way
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import SemaphoreStatistics
+from polarnode.support.ids import new_id
 from polarnode.support.waiting_line import Cohort
 
 logger = logging.getLogger(__name__)
@@ -128,7 +127,13 @@ class Scheduler:
     now: Callable[[], float]  # seconds since the epoch
     most_claimed: int
     warm: int
-    incarnation: int = 0
+    # whether some engine host answers: places of a shared log are left to nodes whose engines do
+    engines_ready: Callable[[], bool] = lambda: True
+    draining: bool = field(default=False, init=False)  # it takes no new tasks; what runs goes on
+    facts: NodeFacts = field(factory=lambda: NodeFacts(name=""), init=False)  # what it joined the log with
+    incarnation: int = field(default=0, init=False)
+    # another process of this node's name joined the log after it: nothing new begins here any more
+    replaced: bool = field(default=False, init=False)
     _demand: Demand = field(init=False)
     _ended: dict[str, LiveSessionStatus] = field(factory=dict, init=False)
     _images: dict[str, None] = field(factory=dict, init=False)
@@ -151,11 +156,11 @@ class Scheduler:
     ) -> tuple[str, tuple[str, ...]]:
         """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused."""
         self.check(spec)
-        task_id = spec.task_id or f"task-{secrets.token_hex(SESSION_ID_BYTES)}"
+        task_id = spec.task_id or f"task-{new_id()}"
         record = await self.log.submit(
             spec,
             task_id=task_id,
-            session_ids=tuple(secrets.token_hex(SESSION_ID_BYTES) for _ in range(spec.num_samples)),
+            session_ids=tuple(new_id() for _ in range(spec.num_samples)),
             idempotency_key=idempotency_key,
             callback_kinds=tuple(callback_kinds),
             submitted=self.now(),
@@ -190,6 +195,13 @@ class Scheduler:
 
     # ── claims ────────────────────────────────────────────────────────────────
 
+    async def join(self, facts: NodeFacts) -> tuple[Claim, ...]:
+        """Begin this node's incarnation in the log. Gives what earlier ones of its name held."""
+        self.facts = facts
+        joined = await self.registry.results.told(lambda: self.log.join(facts))
+        self.incarnation = self.registry.results.incarnation = joined.incarnation
+        return joined.inherited
+
     async def run(self, ready: trio.Event) -> None:
         """Claim places and end what must be ended, until cancelled."""
         ready.set()
@@ -197,6 +209,10 @@ class Scheduler:
         while True:
             seen = self.log.news
             try:
+                if away:
+                    await self.registry.results.tell_again()
+                if self.log.lost and not self.replaced:
+                    await self._join_again()
                 await self._look()
                 away = False
             except LogAway as error:
@@ -205,6 +221,27 @@ class Scheduler:
                     logger.warning("%s; sessions go on, and nothing new begins", error)
                 away = True
             await self._wait_reason_to_look(seen)
+
+    async def _join_again(self) -> None:
+        """This node was declared lost: it was stopped for longer than its lease. What it ran goes on, and who
+        ends a place first has it.
+        """
+        rows = {row.incarnation: row for row in await self.log.nodes(every=True)}
+        mine = rows.get(self.incarnation)
+        if mine is not None and mine.state == "replaced":
+            self.replaced = True
+            logger.error(
+                "another process joined the log as %s: this one ends what it runs and takes nothing new; give"
+                " each node a node_id of its own",
+                self.facts.name,
+            )
+            return
+        logger.warning("this node was silent for longer than its lease: it joins the log again")
+        for claim in await self.join(self.facts):
+            if self.registry.results.claim_of(claim.session_id) is not None:
+                self.registry.results.hold(claim)  # it runs here, and ends by the claim of this incarnation
+            else:
+                await self.log.put_back(claim, counts=False)
 
     async def _look(self) -> None:
         """Ask the log once for everything that it may have for this node."""
@@ -220,9 +257,15 @@ class Scheduler:
             if driver is not None:
                 driver.cancel(_cancel_cause(cause))
         room = self.most_claimed - len(self.registry.live(Session))
-        if room > 0 and not self.registry.stopping:
+        if room > 0 and self._begins():
             for claim in await self.log.claim(self._offer(room)):
                 self.begin(claim)
+
+    def _begins(self) -> bool:
+        """Whether this node begins new sessions. One that is alone begins what it took, whatever happens."""
+        if self.registry.stopping or self.replaced:
+            return False
+        return not self.log.shared or (self.engines_ready() and not self.draining)
 
     async def _wait_reason_to_look(self, seen: int) -> None:
         """Wait for news of the log, or for room here."""
@@ -380,6 +423,9 @@ class Scheduler:
                 await self.replace(end.trajectory, counts=not wrong)
                 self._wake()
                 return
+        if end.cancelled == "stopped" and claim is not None and self.log.shared:
+            await self._give_away(end.trajectory)
+            return
         self.registry.end(end)
         if session is not None:
             self._list_ended(session_status(session, end.trajectory))
@@ -389,7 +435,8 @@ class Scheduler:
         """Publish a session that the machine lost outside its group, and begin the next attempt here. False
         where its place is to be ended instead.
         """
-        kept = await self.registry.results.put_back(lost, counts=counts)
+        with trio.CancelScope(shield=True):
+            kept = await self.registry.results.put_back(lost, counts=counts)
         self.services.tally.lost(lost.outcome)
         again = "is not tried again" if kept is None else f"is tried again as {kept.session_id}"
         logger.warning("session %s is lost (%s) and %s", lost.session_id, lost.outcome.reason, again)
@@ -397,15 +444,25 @@ class Scheduler:
             self.begin(kept)
         return kept is not None
 
-    async def note_filled(self, claim: Claim, trajectory: Trajectory, answer: FinishAnswer) -> None:
+    async def _give_away(self, stopped: Trajectory) -> None:
+        """Publish a session that its node's stop ended as an attempt. Another node has its place, and no
+        retry is spent. A log that is away hears of it at the next start, and by this node's silence before.
+        """
+        results = self.registry.results
+        with trio.move_on_after(LAST_S) as scope:
+            await results.put_back(stopped, counts=False, keep=False)
+        again = "when the log answers" if scope.cancelled_caught else "now"
+        logger.info("session %s is given back: another node may run it %s", stopped.session_id, again)
+
+    async def note_filled(self, claim: Claim, ended: Ended, answer: FinishAnswer) -> None:
         """Count a sample that has its place in the log now, and its group with the last one."""
         if answer == "already":
             return
         policy = claim.spec.group
-        self.services.tally.place(member_of(policy, facts_of(trajectory)))
+        self.services.tally.place(member_of(policy, ended.facts))
         if answer == "last":
             facts = await self.log.places_over(claim.task_id)
-            group = judged(policy, facts, task_id=claim.task_id, group_id=trajectory.group_id)
+            group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
             self.services.tally.groups[group.state] += 1
 
     def _wake(self) -> None:
@@ -447,15 +504,17 @@ def make_scheduler(
     now: Callable[[], float],
     most_claimed: int,
     warm: int,
+    held: HeldResults | None = None,
+    engines_ready: Callable[[], bool] = lambda: True,
 ) -> Scheduler:
     """The scheduler of a node with its registry and results. The caller runs `scheduler.run` and
     `scheduler.registry.results.run`.
     """
 
-    async def on_filled(claim: Claim, trajectory: Trajectory, answer: FinishAnswer) -> None:
-        await scheduler.note_filled(claim, trajectory, answer)
+    async def on_filled(claim: Claim, ended: Ended, answer: FinishAnswer) -> None:
+        await scheduler.note_filled(claim, ended, answer)
 
-    results = Results(log=log, now=now, on_filled=on_filled)
+    results = Results(log=log, now=now, on_filled=on_filled, held=held)
     scheduler = Scheduler(
         nursery=nursery,
         services=services,
@@ -465,6 +524,7 @@ def make_scheduler(
         now=now,
         most_claimed=most_claimed,
         warm=warm,
+        engines_ready=engines_ready,
     )
     return scheduler
 
@@ -487,21 +547,33 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
     if journal.damage is not None:
         report(f"{journal.damage}; sessions of an earlier run stay as they are until then")
         return
-    joined = await scheduler.log.join(facts)
-    scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
+    results = scheduler.registry.results
+    inherited = {claim.session_id: claim for claim in await scheduler.join(facts)}
+    over = await results.restore(inherited)
     unfinished = {each.identity.session_id: each for each in await journal.unfinished()}
     again = 0
-    for claim in joined.inherited:
+    for session_id in over:
+        unfinished.pop(session_id, None)
+        claim = inherited.pop(session_id, None)
+        if claim is not None and results.claim_of(session_id) is not None:
+            results.hold(claim)  # its result is on its way, and its place is held by this incarnation now
+        elif claim is not None:
+            await results.told(partial(scheduler.log.put_back, claim, counts=False))
+    for claim in inherited.values():
         session = unfinished.pop(claim.session_id, None) or _without_turns(claim, scheduler)
+        if scheduler.log.shared:  # which has the task
+            session = evolve(session, spec=claim.spec)
         again += await _recovered(journal, scheduler, claim, session)
     # another has its place, so what it left is an attempt; those that had not begun wait in the log's queue
     for session in (each for each in unfinished.values() if each.began):
-        lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
-        await scheduler.log.publish(ended_session(lost, finished=scheduler.now()), joined.incarnation)
-    await scheduler.registry.results.delivered()
-    if joined.inherited:
+        if scheduler.log.shared:
+            task = await results.told(partial(scheduler.log.task, session.identity.task_id))
+            session = evolve(session, spec=None if task is None else task.spec)
+        results.publish(await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports)))
+    await results.delivered()
+    if inherited:
         report(
-            f"{len(joined.inherited)} sessions of an earlier run were interrupted; their turns are kept, and"
+            f"{len(inherited)} sessions of an earlier run were interrupted; their turns are kept, and"
             f" {again} of them are tried again"
         )
 

@@ -8,6 +8,11 @@ import pytest
 import trio
 from click.testing import CliRunner
 from fleet_kit import hollow_nodes
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.front import Front, open_front
+from polarnode.fleet.routes import FrontRoutes, exposition, fleet_status
+from polarnode.fleet.serving import ask_again, listed
+from polarnode.fleet.streams import StreamRoutes
 from quart_trio import QuartTrio
 from rich.console import Console
 
@@ -16,11 +21,6 @@ from polarnode.cli import fleet, fleet_run, main
 from polarnode.cli.progress import Steps
 from polarnode.core.errors import ConfigError
 from polarnode.fleet import serving
-from polarnode.fleet.config import FleetConfig
-from polarnode.fleet.front import Front, open_front
-from polarnode.fleet.routes import FrontRoutes, exposition, fleet_status
-from polarnode.fleet.serving import ask_again, listed
-from polarnode.fleet.streams import StreamRoutes
 from polarnode.http.server import Address, open_server
 
 PIN = "ab12" * 16

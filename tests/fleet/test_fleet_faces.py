@@ -9,14 +9,14 @@ import trio
 from fleet_kit import hollow_nodes, hollow_task
 from polar_client import PolarClient
 from polar_client import Refused as PolarRefused
-
-from polarnode.client.asynchronous import AsyncPolarnodeClient
-from polarnode.client.values import Unreachable
-from polarnode.core.codec.tasks import read_task
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.front import Front
 from polarnode.fleet.service import joined_admin, polar_routes
 from polarnode.fleet.serving import serve_front
+
+from polarnode.client.asynchronous import AsyncPolarnodeClient
+from polarnode.client.values import Unreachable
+from polarnode.core.codec.tasks import read_task
 from polarnode.integrations.nemo_gym.app import Rollouts
 
 REQUEST: dict[str, Any] = {

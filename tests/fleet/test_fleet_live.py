@@ -8,6 +8,7 @@ from typing import Any
 
 import trio
 from attrs import define, evolve, field
+from polarnode.fleet.live import LiveBody, PendingChanges
 from trio.testing import MockClock
 
 from polarnode.api.exports import KEEP_ALIVE_S
@@ -15,7 +16,6 @@ from polarnode.api.live import changes_event
 from polarnode.client.scripts import Block, Decoder
 from polarnode.client.values import Unreachable, read_answer
 from polarnode.core.status import LiveSessionStatus, SessionChanges
-from polarnode.fleet.live import LiveBody, PendingChanges
 from polarnode.http.asgi import GREETING, KEEP_ALIVE
 
 ONE = LiveSessionStatus(session_id="a", task_id="t", harness="pi", phase="init", turns=0, sampled_tokens=0)

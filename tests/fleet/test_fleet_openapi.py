@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from polarnode.api.app import EVERY, document
 from polarnode.fleet.openapi import STREAM, fleet_operations
+
+from polarnode.api.app import EVERY, document
 
 
 def parameters(operations: Any, method: str, path: str) -> dict[str, Any]:

@@ -16,11 +16,6 @@ from client_kit import KINDS, here, open_client
 from control_plane_parts import Caller
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save
-from weights_kit import Plane, disk, open_weights_plane, simulated_tiny
-
-from polarnode.api.app import Extension, control_plane
-from polarnode.client import ClientError
 from polarnode.core.fleet import NodeReport
 from polarnode.fleet.config import FleetConfig
 from polarnode.fleet.engine_routes import FleetWeightsRoutes
@@ -32,6 +27,11 @@ from polarnode.fleet.pools import WeightPools
 from polarnode.fleet.sglang import FleetSglang
 from polarnode.fleet.updates import fresh, newest, payloads_of, rank_offsets, verdict
 from polarnode.fleet.weights import FleetWeights
+from safetensors.numpy import load_file, save
+from weights_kit import Plane, disk, open_weights_plane, simulated_tiny
+
+from polarnode.api.app import Extension, control_plane
+from polarnode.client import ClientError
 from polarnode.http.server import Address, open_server
 from polarnode.node.config import TINY_MODEL
 

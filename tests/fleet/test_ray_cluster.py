@@ -18,16 +18,16 @@ import pytest
 import trio
 from attrs import define, evolve, field
 from fleet_kit import KIT, Reader, hollow_task
+from polarnode.fleet.config import FleetConfig
+from polarnode.fleet.front import Front
+from polarnode.fleet.serving import serve_front
 from ray_cluster import ENVIRONMENT
 
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.fleet import ray_launcher
-from polarnode.fleet.config import FleetConfig
-from polarnode.fleet.front import Front
 from polarnode.fleet.ray_host import NodeRecord, began
 from polarnode.fleet.ray_launcher import RayNodes, ray_nodes, stop_nodes
 from polarnode.fleet.ray_machines import RayOrder
-from polarnode.fleet.serving import serve_front
 from polarnode.support.locks import lock_held
 
 NAMES = ("m0", "m1", "m2")

@@ -1,51 +1,88 @@
-"""Results that wait for the log: what a restart reads of them, and what the check says of a damaged one."""
+"""Results that a shared log may lack: what a restart reads of them, how long they stay, what the check says."""
 
 from pathlib import Path
 
-from journal_samples import make_identity, make_trajectory
-from journal_writes import publish_end
+import pytest
+from attrs import evolve
+from journal_samples import Clock, make_identity, make_spec, make_trajectory
 from test_journal_check import changed
 
+from polarnode.journal import held
 from polarnode.journal.check import check_journal
-from polarnode.journal.held import held_result, hold_entry
+from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import Claim, ended_session, whole_session
 
 
-def hold(journal: Journal, session_id: str) -> None:
+def hold(journal: Journal, results: HeldResults, session_id: str) -> None:
+    """Hold the result of a session of two turns, which has its place."""
     whole = make_trajectory(session_id, task_id=session_id, turns=2)
     journal.session_started(make_identity(session_id, task_id=session_id))
     for turn in whole.turns:
         journal.turn(turn)
-    journal.write(hold_entry(whole, at=1234.5))
+    results.hold(claim(session_id), ended_session(whole, finished=1234.5))
 
 
-async def test_held_result_after_restart(tmp_path: Path) -> None:
+def claim(session_id: str) -> Claim:
+    return Claim(
+        task_id=session_id,
+        sample_index=0,
+        session_id=session_id,
+        attempt=2,
+        incarnation=7,
+        retries=1,
+        spec=make_spec(task_id=session_id),
+        submitted=1000.0,
+        idempotency_key="key",
+    )
+
+
+async def test_restart_finds_held_results(tmp_path: Path) -> None:
+    path, clock = tmp_path / "journal.sqlite", Clock(2000.0)
+    async with open_journal(path, now=lambda: clock.time) as journal:
+        hold(journal, HeldResults(journal, lambda: clock.time), "a")
+    async with open_journal(path, now=lambda: clock.time) as journal:
+        results = HeldResults(journal, lambda: clock.time)
+        (found,) = await results.all()
+        assert (found.claim, found.answered) == (claim("a"), None)
+        whole = whole_session(make_trajectory("a", task_id="a", turns=2), finished=1234.5)
+        assert found.ended == evolve(whole, parts=whole.parts[:1])
+        assert await results.with_turns(found.ended) == whole
+
+
+async def test_sweep_keeps_recent_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not acknowledged stays, and so does what was acknowledged a short time ago, in so many bytes."""
+    clock = Clock(2000.0)
+    async with open_journal(tmp_path / "journal.sqlite", now=lambda: clock.time) as journal:
+        results = HeldResults(journal, lambda: clock.time)
+        for session_id in ("waits", "old", "recent", "last"):
+            hold(journal, results, session_id)
+
+        async def kept() -> set[str]:
+            results.sweep()
+            return {each.ended.identity.session_id for each in await results.all()}
+
+        results.answered("old")
+        clock.time += held.KEPT_S / 2
+        results.answered("recent")
+        clock.time += 1
+        results.answered("last")
+        assert await kept() == {"waits", "old", "recent", "last"}
+        clock.time += held.KEPT_S / 2
+        assert await kept() == {"waits", "recent", "last"}
+        assert [bool(await journal.turns(each)) for each in ("old", "recent")] == [False, True]
+        monkeypatch.setattr(held, "KEPT_BYTES", 1)
+        assert await kept() == {"waits"}
+
+
+async def test_check_names_damaged_result(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=lambda: 1000.0) as journal:
-        hold(journal, "a")
-    async with open_journal(path, now=lambda: 2000.0) as journal:
-        result = await journal.query(held_result, "a")
-        assert result is not None
-        assert (result.at, result.trajectory) == (1234.5, make_trajectory("a", task_id="a", turns=2))
-        assert await journal.query(held_result, "b") is None
-
-
-async def test_published_session_is_not_held(tmp_path: Path) -> None:
-    async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
-        publish_end(journal, make_trajectory("a", task_id="a"))
-        hold(journal, "a")
-        await journal.flushed()
-        assert await journal.query(held_result, "a") is None
-
-
-async def test_damaged_result_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    async with open_journal(path, now=lambda: 1000.0) as journal:
-        hold(journal, "a")
-        hold(journal, "b")
+        for session_id in ("a", "b"):
+            hold(journal, HeldResults(journal, lambda: 1000.0), session_id)
     assert check_journal(path).faults == ()
-    changed(path, "UPDATE held SET body = substr(body, 1, 40) WHERE session_id = 'a'")
-    assert [(each.table, each.row) for each in check_journal(path).faults] == [("held", "a")]
+    changed(path, "UPDATE results SET body = substr(body, 1, 40) WHERE session_id = 'a'")
+    assert [(each.table, each.row) for each in check_journal(path).faults] == [("results", "a")]
     async with open_journal(path, now=lambda: 1000.0) as journal:
-        assert await journal.query(held_result, "a") is None
-        assert await journal.query(held_result, "b") is not None
+        (found,) = await HeldResults(journal, lambda: 1000.0).all()
+        assert found.ended.identity.session_id == "b"

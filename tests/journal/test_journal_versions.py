@@ -3,7 +3,8 @@
 `tests/data/journals/v<N>/journal.sqlite.gz` were written by the code of these commits: version 1 by 12656a6,
 2 by ec9f332, 4 by 6b5b2a3, 5 by the commit that added checksums, 6 by the commit that added teachers' logprobs, 7 by
 the one that gave journals an id, 8 from that one, with `b` as a fork, by the one that added forks, 9 from that one, with
-`b` as one that goes on, by the one that added those. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
+`b` as one that goes on, by the one that added those, 10 is that of 9, opened by the commit that added results of a
+shared log. No commit of version 3 exists: 74c7982 (the first of version 4) wrote that one, and
 the step from 3 to 4 was then undone with DROP COLUMN and DROP TABLE.
 
 Each holds a finished task of two samples (`over`: sessions `a` and `b`), a task that was running when the
@@ -128,7 +129,7 @@ async def recover(journal: Journal) -> list[str]:
 
 
 def test_there_is_a_journal_of_every_version() -> None:
-    assert sorted(path.name for path in DATA.iterdir()) == [f"v{version}" for version in VERSIONS]
+    assert {path.name for path in DATA.iterdir()} == {f"v{version}" for version in VERSIONS}
     assert tuple(STEPS) == VERSIONS[:-1]
 
 

@@ -13,7 +13,7 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome
 from polarnode.journal.journal import open_journal
-from polarnode.journal.log.port import Claim, Ended, Log, NodeFacts, Offer, ended_session
+from polarnode.journal.log.port import Claim, Ended, Log, NodeFacts, Offer, whole_session
 from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.pending_callbacks import EVENT_KINDS
@@ -48,7 +48,7 @@ def end(
     )
     whole = evolve(whole, attempt=claim.attempt, forked_from=forked_from, outcome=outcome or whole.outcome)
     whole = evolve(whole, metadata=metadata or whole.metadata)
-    return ended_session(whole, finished=finished)
+    return whole_session(whole, finished=finished)
 
 
 async def submit(

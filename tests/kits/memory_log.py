@@ -3,7 +3,7 @@ ones do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import trio
 from attrs import define, evolve, field
@@ -22,6 +22,8 @@ from polarnode.journal.log.port import Claim, Ended, EndingCause, FinishAnswer, 
 class MemoryLog:
     """`turns_of` gives the turns of a session that ran here. `refuse`: what the next writes of an end raise."""
 
+    shared: ClassVar[bool] = False
+    lost: ClassVar[bool] = False
     turns_of: Callable[[str], Sequence[Turn]] = lambda _: ()
     published: list[Trajectory] = field(factory=list)  # in the order of their events, attempts too
     refuse: list[Exception] = field(factory=list)

@@ -14,7 +14,7 @@ its answer was lost.
 from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from polarnode.core.codec.packing import pack_trajectory, pack_turn
 from polarnode.core.conversation import Json
@@ -88,7 +88,9 @@ FILLED: Final = ("now", "last", "already")
 
 @frozen(kw_only=True)
 class Ended:
-    """A session that is over, packed: part 0 is its trajectory, the parts after it are its turns."""
+    """A session that is over, packed: part 0 is its trajectory, the parts after it are its turns. `SqliteLog`
+    has the turns of sessions that ran here already, and takes part 0 alone.
+    """
 
     identity: Identity
     outcome: Outcome
@@ -118,7 +120,9 @@ class Ended:
 
 
 def ended_session(trajectory: Trajectory, *, finished: float) -> Ended:
-    """Pack a trajectory with its turns. It fails here, at its source, where a value cannot be packed."""
+    """Pack a trajectory without its turns, which the journal of the node that ran it has. It fails here, at
+    its source, where a value cannot be packed.
+    """
     return Ended(
         identity=Identity(
             session_id=trajectory.session_id,
@@ -140,8 +144,14 @@ def ended_session(trajectory: Trajectory, *, finished: float) -> Ended:
         turns=len(trajectory.turns),
         sampled=trajectory.sampled_tokens,
         finished=finished,
-        parts=(pack_trajectory(trajectory), *map(pack_turn, trajectory.turns)),
+        parts=(pack_trajectory(trajectory),),
     )
+
+
+def whole_session(trajectory: Trajectory, *, finished: float) -> Ended:
+    """Pack a trajectory with its turns."""
+    found = ended_session(trajectory, finished=finished)
+    return evolve(found, parts=(*found.parts, *map(pack_turn, trajectory.turns)))
 
 
 # ── events ────────────────────────────────────────────────────────────────────
@@ -323,6 +333,10 @@ class Places(Protocol):
 
 class Membership(Protocol):
     """Nodes and their signs of life. No clock of a server judges silence (`watching.py`)."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the incarnation that joined last was declared lost, or replaced by another of its name."""
 
     async def join(self, facts: NodeFacts) -> Joined:
         """Begin an incarnation. Earlier ones of its name are replaced: they hold nothing any more."""
@@ -550,7 +564,7 @@ class Log(Places, Membership, Events, WeightVersions, Callbacks, Queries, Evalua
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes have it too: cursors name it then."""
+        """Whether other nodes have it too: cursors name it then, and what a node gives back runs elsewhere."""
 
     async def reachable(self) -> str | None:
         """Why the log is away; None while it answers."""

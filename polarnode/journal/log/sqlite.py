@@ -6,12 +6,11 @@ in the journal: a session without an outcome is one that ran.
 """
 
 import math
-import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import trio
 from attrs import define, field
@@ -63,9 +62,9 @@ from polarnode.journal.retention import Moment
 from polarnode.journal.schema import snapshot
 from polarnode.journal.values import AwaitedConsumers, Filters, Retention, TaskRecord, TrajectoryEncoder
 from polarnode.merge.trajectory import Identity
+from polarnode.support.ids import new_id
 
 Connection = sqlite3.Connection
-SESSION_ID_BYTES: Final = 8  # 64 random bits, so that session ids never collide
 NOT_OURS: Final = "a node alone has no other nodes: start it with --log postgresql://… to be one of many"
 
 
@@ -96,9 +95,8 @@ class SqliteLog:
     def _news(self) -> News:
         return self.journal.news
 
-    @property
-    def shared(self) -> bool:
-        return False
+    shared: ClassVar[bool] = False
+    lost: ClassVar[bool] = False  # nobody else watches, and a second process of its journal does not start
 
     @property
     def open_places(self) -> int:
@@ -192,7 +190,7 @@ class SqliteLog:
     async def put_back(
         self, claim: Claim, ended: Ended | None = None, *, counts: bool = True, keep: bool = False
     ) -> Claim | None:
-        fresh = secrets.token_hex(SESSION_ID_BYTES)
+        fresh = new_id()
         was_held, kept = self._places.put_back(claim, fresh, counts=counts, keep=keep)
         if not was_held:
             await trio.lowlevel.checkpoint()

@@ -16,7 +16,7 @@ from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import RewardEvent
 from polarnode.core.task import CAPTURE, EvaluationSpec, GroupSpec, HarnessSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
-from polarnode.journal.log.port import FILLED, Log, NodeFacts, Offer, ended_session
+from polarnode.journal.log.port import FILLED, Log, NodeFacts, Offer, whole_session
 from polarnode.journal.log.postgres.postgres import PostgresLog
 from polarnode.journal.pending_callbacks import CallbackCounts
 from polarnode.journal.values import Filters, Retention
@@ -197,7 +197,7 @@ async def test_finish_unknown_task(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
-    stray = ended_session(make_trajectory("x", task_id="gone"), finished=NOW)
+    stray = whole_session(make_trajectory("x", task_id="gone"), finished=NOW)
     assert await log.finish(type(held)(**{**_fields(held), "task_id": "gone"}), stray) == "unknown"
 
 
@@ -226,7 +226,7 @@ async def test_finish_large_body(log: Log) -> None:
 
 async def test_capture_published_once(log: Log) -> None:
     node = await join(log)
-    capture = ended_session(make_trajectory("c", task_id="", group_id=""), finished=NOW)
+    capture = whole_session(make_trajectory("c", task_id="", group_id=""), finished=NOW)
     assert await log.publish(capture, node) == "now"
     assert await log.publish(capture, node) == "already"
     assert await keys(log) == ["trajectory:c"]

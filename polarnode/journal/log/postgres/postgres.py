@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
 import trio
 from attrs import define, field
@@ -98,9 +98,8 @@ class PostgresLog:
     _reading: Counter[str] = field(factory=Counter, init=False)  # streams open here, by consumer
     _attended: set[str] = field(factory=set, init=False)  # whose streams changed since the last sign
     incarnation: int | None = field(default=None, init=False)
-    lost: trio.Event = field(
-        factory=trio.Event, init=False
-    )  # this incarnation was declared lost, or replaced
+    shared: ClassVar[bool] = True
+    lost: bool = field(default=False, init=False)  # this incarnation was declared lost, or replaced
     _watch: SilenceWatch = field(factory=SilenceWatch, init=False)
 
     async def _write(
@@ -112,10 +111,6 @@ class PostgresLog:
         self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         return await self._reader.run(call, *args, **kwargs)
-
-    @property
-    def shared(self) -> bool:
-        return True
 
     async def reachable(self) -> str | None:
         await trio.lowlevel.checkpoint()
@@ -192,7 +187,7 @@ class PostgresLog:
 
     async def join(self, facts: NodeFacts) -> Joined:
         joined = await self._write(membership.join, facts)
-        self.incarnation, self.lost = joined.incarnation, trio.Event()
+        self.incarnation, self.lost = joined.incarnation, False
         self._attended |= set(self._reading)
         return joined
 
@@ -247,8 +242,10 @@ class PostgresLog:
 
     async def _beat(self) -> None:
         """One sign, and one look at the signs of others."""
-        if self.incarnation is not None and not await self.sign(self.incarnation):
-            self.lost.set()
+        incarnation = self.incarnation
+        if incarnation is not None and not await self.sign(incarnation) and incarnation == self.incarnation:
+            self.lost = True
+            self._news.tell()
         asked, opened = time.monotonic(), self._watcher.opened
         signs = await self.signs()
         silent = self._watch.read(signs, asked=asked, now=time.monotonic())

@@ -1,0 +1,11 @@
+"""Random ids."""
+
+import secrets
+from typing import Final
+
+ID_BYTES: Final = 8  # 64 random bits, so that ids never collide
+
+
+def new_id() -> str:
+    """An id that nothing has yet, such as a session's."""
+    return secrets.token_hex(ID_BYTES)
