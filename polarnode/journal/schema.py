@@ -46,8 +46,7 @@ CREATE TABLE commits (
     checksum INTEGER,
     PRIMARY KEY (task_id, place)
 );
-CREATE TABLE held (session_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, body BLOB NOT NULL, checksum INTEGER);
-INSERT INTO meta VALUES ('term', 0)
+CREATE TABLE held (session_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, body BLOB NOT NULL, checksum INTEGER)
 """
 JOURNAL_ID = "INSERT INTO meta VALUES ('journal', 'j' || lower(hex(randomblob(8))))"
 RESULTS = """
@@ -95,7 +94,7 @@ STEPS: Mapping[int, str] = {
         " session_id TEXT NOT NULL, n INTEGER, seq INTEGER, reward REAL, error TEXT, UNIQUE (evaluation_id,"
         " session_id));\nCREATE INDEX evaluated_by_session ON evaluated (session_id, n)"
     ),
-    6: f"{FLEET};\n{JOURNAL_ID}",
+    6: JOURNAL_ID,
     7: "",
     8: "",
     9: RESULTS,

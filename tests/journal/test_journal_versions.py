@@ -139,7 +139,10 @@ async def test_migration_gives_the_tables_of_a_new_journal(
 ) -> None:
     async with opened(version), open_journal(tmp_path / "new.sqlite", now=lambda: 2000.0):
         pass
-    assert layout(tmp_path / "journal.sqlite") == layout(tmp_path / "new.sqlite")
+    found = layout(tmp_path / "journal.sqlite")
+    for table in ("copies", "commits", "held"):  # of an older fleet; they stay as they are
+        found.pop(table, None)
+    assert found == layout(tmp_path / "new.sqlite")
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -564,7 +564,7 @@ class Log(Places, Membership, Events, WeightVersions, Callbacks, Queries, Evalua
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes have it too: cursors name it then, and what a node gives back runs elsewhere."""
+        """Whether other nodes have it too: cursors name it, and what a node gives back runs elsewhere."""
 
     async def reachable(self) -> str | None:
         """Why the log is away; None while it answers."""
