@@ -12,6 +12,7 @@ import click
 
 from polarnode.cli import NODE
 from polarnode.cli.file_commands import FILE_COMMANDS
+from polarnode.cli.fleet import fleet
 from polarnode.cli.image import image
 from polarnode.cli.options import (
     as_exit,
@@ -20,6 +21,7 @@ from polarnode.cli.options import (
     existing_path,
     export_options,
     folder,
+    log_option,
     merged_settings,
     node_address,
     node_options,
@@ -94,10 +96,11 @@ class CommandGroup(click.Group):
     type=click.IntRange(0, 65535),
     help="Port to listen on; 0 takes a free one. [default: 8080]",
 )
+@log_option
 @click.option(
-    "--log",
-    metavar="@FILE",
-    help="PostgreSQL shared with other nodes: a file with its DSN. [default: POLARNODE_LOG, or none]",
+    "--node-url",
+    metavar="URL",
+    help="Address at which other nodes of --log reach this one. [default: of --host and --port]",
 )
 @click.option("--tls-cert", help="PEM file of the control plane's certificate with its chain.")
 @click.option("--tls-key", help="PEM file of its key.")
@@ -442,6 +445,7 @@ def inspect(
 
 @main.command(short_help="Check whether a node can start here, and how to fix what prevents it.")
 @node_options
+@log_option
 @as_json
 @click.pass_context
 def doctor(ctx: click.Context, /, as_json: bool, **params: Any) -> None:
@@ -451,16 +455,44 @@ def doctor(ctx: click.Context, /, as_json: bool, **params: Any) -> None:
     \b
     polarnode doctor
     polarnode doctor --gpus 0-7 --model /models/Qwen3-8B
+    polarnode doctor --engine none --log @log.dsn   check the PostgreSQL that nodes share, alone
 
     Exit codes: 0 when a node can start here; 1 otherwise.
     """
     from polarnode.cli import doctor as examining
 
     config = config_of(merged_settings(ctx, params))
-    if config.containers:
+    if config.runs_tasks:
         with suppress(RuntimeFault):  # a finding tells what is missing
             enter_user_namespace()
     sys.exit(examining.examine(config, as_json=as_json))
+
+
+@main.command(short_help="Make or upgrade the tables of the PostgreSQL that nodes share.")
+@log_option
+@click.option(
+    "--from",
+    "journal",
+    type=existing_path(),
+    metavar="STATE_DIR/journal.sqlite",
+    help="Take what this journal of a stopped node has into a log that is empty.",
+)
+def migrate(log: str | None, journal: Path | None) -> None:
+    """Make the tables of the log, or bring them to this version: the numbered files that it lacks, each in a
+    transaction. A node does so by itself only where the database has no tables yet.
+
+    \b
+    polarnode migrate --log postgresql://migrator@db/polarnode
+    polarnode migrate --log @migrator.dsn --from .polarnode/journal.sqlite
+
+    With --from, tasks, sessions with their turns, events at their positions, consumers, weights and
+    evaluations are copied in one transaction. The journal is only read.
+
+    Exit codes: 0 when the log is of this version; 1 otherwise.
+    """
+    from polarnode.cli import migrating
+
+    migrating.migrate(log, journal)
 
 
 @main.command("gym-agent", short_help="Serve a NeMo Gym agent that runs on a node.")
@@ -513,6 +545,7 @@ def gym_agent(
 
 
 main.add_command(image)
+main.add_command(fleet)
 add_verbs(main)
 for command in FILE_COMMANDS:
     main.add_command(command)

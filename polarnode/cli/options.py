@@ -90,9 +90,10 @@ def node_options(command: Command) -> Command:
         click.option("--cpu", is_flag=True, default=None, help="Engine on the CPU: tests, the tiny model."),
         click.option(
             "--engine",
-            metavar="sglang|simulated|URL,…",
+            metavar="sglang|simulated|none|URL,…",
             help="URL: SGLang servers that somebody else runs (docs/engines.md). simulated: RANDOM answers at"
-            " a set speed, to size a node without GPUs. [default: sglang]",
+            " a set speed, to size a node without GPUs. none: runs no session and serves what the nodes of"
+            " its --log run. [default: sglang]",
         ),
         click.option("--tp", type=int, help="GPUs per engine (tensor parallel). [default: 1]"),
         click.option("--model", help="Checkpoint folder. [default: the embedded polarnode-tiny]"),
@@ -136,6 +137,16 @@ def node_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def log_option(command: Command) -> Command:
+    """The log that nodes share."""
+    return click.option(
+        "--log",
+        metavar="@FILE|DSN",
+        help="PostgreSQL that nodes share: a file with its DSN, or a DSN without a password."
+        " [default: POLARNODE_LOG, or none]",
+    )(command)
 
 
 def source_options(command: Command) -> Command:
@@ -266,7 +277,7 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
     if params.get("engine_args"):
         flags["engine_args"] = dict(map(_engine_argument, params["engine_args"]))
     if params.get("log") is not None:
-        flags["log"] = _secret_of("--log", params["log"])
+        flags["log"] = log_dsn(params["log"])
     file: Path | None = params.get("config_file")
     with boundary(ConfigError, f"--config {file} cannot be read"):
         toml = None if file is None else file.read_text()
@@ -293,14 +304,23 @@ def _engine_argument(text: str) -> tuple[str, Json]:
     return name.strip("-").replace("-", "_"), read
 
 
-def _secret_of(option: str, given: str) -> str:
-    """The text of the file that an option names as @FILE: command lines are visible to others."""
-    if not given.startswith("@"):
+def log_dsn(given: str) -> str:
+    """The DSN that `--log` names: the text of @FILE, or itself where it has no password, because command
+    lines are visible to others. It is never part of a message.
+    """
+    if given.startswith("@"):
+        with boundary(ConfigError, f"--log {given} cannot be read"):
+            return Path(given[1:]).read_text().strip()
+    from psycopg.conninfo import conninfo_to_dict
+
+    from polarnode.journal.log.postgres.connection import check_dsn
+
+    if conninfo_to_dict(check_dsn(given)).get("password"):
         raise ConfigError(
-            f"{option} takes @FILE, for command lines are visible to others; or set POLARNODE_LOG"
+            "--log must not hold a password, for command lines are visible to others: give --log @FILE, or"
+            " set POLARNODE_LOG"
         )
-    with boundary(ConfigError, f"{option} {given} cannot be read"):
-        return Path(given[1:]).read_text().strip()
+    return given
 
 
 def _warn_if_readable(file: Path) -> None:
@@ -316,7 +336,7 @@ def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:
     names where the model runs.
     """
     config = config_of(params)
-    if config.containers:
+    if config.runs_tasks:
         enter_user_namespace()
     if not config.cpu and not config.gpus and config.engine == "sglang":
         raise click.UsageError(f"choose where the model runs: --gpus 0-7, --gpus 0 or --cpu; try: {hint}")

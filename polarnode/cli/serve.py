@@ -25,9 +25,9 @@ from polarnode.integrations.nemo_gym.app import Lost, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node import checks
 from polarnode.node.config import NodeConfig, check_hosts
-from polarnode.node.joining import joining_config, url_of
+from polarnode.node.joining import shared_config, url_of
 from polarnode.node.node import Node, control_certificate
-from polarnode.node.opening import STARTING_ENGINE, open_node
+from polarnode.node.opening import STARTING_ENGINE, WAITING_LOG, open_node
 from polarnode.node.orphan import orphaned
 from polarnode.node.serving import serve_control_plane
 from polarnode.node.starting import StartingNode
@@ -45,7 +45,8 @@ def serve(config: NodeConfig) -> int:
     state = Path(config.state_dir)
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         private_folder(state)
-    config = joining_config(config)
+    self_signed = config.tls_cert is None
+    config = shared_config(config)
     # a taken port is said now, not after the engine has started, and whoever asks is answered from now on
     with listening_socket(Address(host=config.host, port=config.port)) as listener:
         checks.refuse_unfit(config)
@@ -53,12 +54,12 @@ def serve(config: NodeConfig) -> int:
             open_node_log(state)
         process = os.getpid()
         logger.info("node %s starts: polarnode %s, process %d", config.node_id, version("polarnode"), process)
-        trio.run(_serve, config, listener, open_console())
+        trio.run(_serve, config, listener, open_console(), self_signed)
     logger.info("node %s has stopped", config.node_id)
     return 0
 
 
-async def _serve(config: NodeConfig, listener: socket, console: Console) -> None:
+async def _serve(config: NodeConfig, listener: socket, console: Console, self_signed: bool) -> None:
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
@@ -77,6 +78,8 @@ async def _serve(config: NodeConfig, listener: socket, console: Console) -> None
             logger.info("node %s serves model %s: it takes tasks", config.node_id, node.model.name)
             scheme = "http" if config.tls_cert is None else "https"
             url = f"{scheme}://{address.host}:{address.port}"
+            if config.log is not None:
+                _show_shared(config, url_of(config, listener), self_signed, console)
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
             if config.engine == "simulated":
                 console.print(
@@ -95,10 +98,20 @@ async def _serve(config: NodeConfig, listener: socket, console: Console) -> None
         nursery.cancel_scope.cancel()
 
 
+def _show_shared(config: NodeConfig, url: str, self_signed: bool, console: Console) -> None:
+    """Print the address that trainers are given: that of any node of the log."""
+    certificate = control_certificate(config) if self_signed else None
+    pinned = url if certificate is None else f"{url}#{certificate.digest}"
+    console.print(f"· node {config.node_id} shares a log with others; for trainers:", style="dim")
+    console.print(f"export POLARNODE_URL='{pinned}'", soft_wrap=True, markup=False, highlight=False)
+
+
 def _waits_for(steps: Steps) -> str:
     """What a node that starts says to whoever asks: not the step's own words, which name folders."""
     step, seconds = steps.now()
     what = "the engine starts" if step == STARTING_ENGINE else "the node starts"
+    if step.startswith(WAITING_LOG):
+        what = "the log is away, and the node waits for it"
     return f"{what}, {seconds:.0f} s so far"
 
 

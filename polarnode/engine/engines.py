@@ -33,6 +33,7 @@ from polarnode.engine.update import ALIVE, Make, Update
 # seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and keep-alives
 # hold the harness's connection open meanwhile
 WAIT_FOR_HOST = 300.0
+NO_ENGINE = "this node has no engine (--engine none): ask a node that has one"
 VERSIONS = 4096  # weight versions remembered: no trainer uses samples that are this many updates old
 SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.simulated")
 EXTERNAL_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.external")
@@ -246,6 +247,8 @@ class Engines:
 
     def insist_own(self) -> None:
         """Raise Conflict for weights or memory of an external engine, which are its owner's."""
+        if self._kind == "none":
+            raise Conflict(NO_ENGINE)
         if self._external is not None:
             raise Conflict(
                 "the engine is external (--engine): update its weights and lend its memory at its own"
@@ -315,6 +318,8 @@ class Engines:
     async def _awaited_loads(self, load: Callable[[Host], int]) -> dict[int, int]:
         with trio.move_on_after(WAIT_FOR_HOST) as patience:
             while not (loads := self._loads(load)):
+                if not self._hosts:
+                    raise EngineError(NO_ENGINE, retryable=False)
                 if all(host.state == "failed" for host in self._hosts):
                     raise EngineError(
                         f"every engine host keeps dying and was given up: {self._hosts[0].last_error}",
@@ -386,7 +391,8 @@ async def open_hosts(
     check(settings)
     sweep()
     if settings.external is not None:
-        engines = Engines(kind="external", external=settings.external)
+        kind: EngineKind = "external" if settings.external.urls else "none"
+        engines = Engines(kind=kind, external=settings.external)
     else:
         engines = Engines(
             kind="sglang" if settings.simulated is None else "simulated",

@@ -251,7 +251,7 @@ class Deaths:
 
 
 # stale: waits for weights; dead: about to be restarted; failed: given up
-EngineKind = Literal["sglang", "simulated", "external"]
+EngineKind = Literal["sglang", "simulated", "external", "none"]
 HostState = Literal["starting", "ready", "stale", "dead", "failed"]
 
 

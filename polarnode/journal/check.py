@@ -63,10 +63,8 @@ def check_journal(path: Path) -> CheckReport:
         raise JournalError(f"{path} does not exist: name the state folder of a node")
     faults = _Faults()
     with boundary(JournalError, f"{path} cannot be read as a journal"):
-        db = _opened(path, faults)
+        db, version = open_to_read(path, faults)
         try:
-            version = _version(db, path)
-            _add_later_columns(db)
             for step in STEPS:
                 _tried(db, step)
             return CheckReport(
@@ -74,6 +72,20 @@ def check_journal(path: Path) -> CheckReport:
             )
         finally:
             db.close()
+
+
+def open_to_read(path: Path, faults: Damages) -> tuple[sqlite3.Connection, int]:
+    """A journal of any version to read, with today's tables and columns, and its version. Its node may run
+    meanwhile.
+    """
+    db = _opened(path, faults)
+    try:
+        version = _version(db, path)
+        _add_later_columns(db)
+    except BaseException:
+        db.close()
+        raise
+    return db, version
 
 
 def _opened(path: Path, faults: Damages) -> sqlite3.Connection:

@@ -58,9 +58,11 @@ def refuse_unfit(config: NodeConfig, *, tasks: bool = False) -> None:
 
 def requirements(config: NodeConfig) -> Iterator[Finding]:
     """All of them, quick ones first. A model that can be looked at has no finding of its own here."""
-    if config.containers:
+    if config.runs_tasks:
         yield from trio.run(probe, store_dir(config), config.limits).findings
         yield recipes(config)
+    elif config.engine == "none":
+        yield Finding(name="engine", ok=True, what="none: other nodes of the log run the sessions")
     else:
         yield Finding(name="containers", ok=True, what="none: captures alone are taken")
     if has_own_engine(config):

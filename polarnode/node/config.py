@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a judge and of a teacher
 KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # of a simulated engine
 LEAST_KV = 1024  # tokens of a simulated KV cache
-OWN_ENGINES = ("sglang", "simulated")
+OWN_ENGINES = ("sglang", "simulated", "none")
 TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
 
 
@@ -70,7 +70,8 @@ class NodeConfig:
     cpu: bool = False
     gpus: tuple[int, ...] = ()
     # sglang: this node's own; simulated: random answers at the speed of GPUs that need not be there, to size
-    # a node; else the addresses of servers that somebody else runs, with commas between them
+    # a node; none: it runs no session and serves what other nodes of its log run; else the addresses of
+    # servers that somebody else runs, with commas between them
     engine: str = "sglang"
     tp: int = 1
     simulated: Simulation = field(factory=Simulation)  # how fast a simulated engine is
@@ -122,7 +123,10 @@ class NodeConfig:
     # None: the log of a node alone, in its own journal. Not shown, because it may hold a password
     log: str | None = field(default=None, repr=False)
     # the address at which the other nodes of that log reach this one; None: its host and port
-    url: str | None = None
+    node_url: str | None = None
+    # a folder that every node of the log mounts, or a URL of fsspec such as s3://bucket/path: snapshots of
+    # sessions, so that forks go on elsewhere when their node is lost. None: in each node's own folder
+    snapshots: str | None = None
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     # file that whoever started the node holds a lock on; None: the node lives until it is stopped
     lifeline: str | None = None
@@ -201,6 +205,11 @@ class NodeConfig:
         """The servers of an external engine, without a slash at their end; none for the node's own."""
         return engine_urls(self.engine)
 
+    @property
+    def runs_tasks(self) -> bool:
+        """Whether this node runs sessions in containers; without engines others of its log do."""
+        return self.containers and self.engine != "none"
+
 
 def check_hosts(names: Iterable[str]) -> None:
     """Raise ConfigError for an `allowed_hosts` that no browser sends."""
@@ -276,9 +285,26 @@ def check_config(config: NodeConfig) -> None:
             f"base_image {config.base_image!r} is no image's name: write it as debian:bookworm-slim"
         )
     _check_labels(config.labels)
+    _check_log(config)
     _check_captures(config)
     _check_retention(config)
     _check_access(config)
+
+
+def _check_log(config: NodeConfig) -> None:
+    if config.log == "":
+        raise ConfigError("log is empty: give the DSN of a PostgreSQL, or leave it out")
+    if config.node_url is not None and (fault := url_fault(config.node_url)):
+        raise ConfigError(f"node_url: {config.node_url!r} {fault}")
+    if config.engine == "none":
+        if config.log is None:
+            raise ConfigError(
+                "--engine none runs no session: give --log, the PostgreSQL whose other nodes do"
+            )
+        if config.cpu or config.gpus or config.teachers:
+            raise ConfigError("--engine none takes no --cpu, --gpus or teachers: leave them out")
+    if config.snapshots == "":
+        raise ConfigError("snapshots is empty: give a folder or a URL such as s3://bucket/path")
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:

@@ -28,7 +28,6 @@ OTHER_VARIABLES = frozenset(
         "PATIENCE_S",
         "WEIGHTS",
         "INSTRUCTION",
-        "NODE_TOKEN",
         "ARGS",
     )
 )
@@ -43,7 +42,7 @@ OWN_FLAGS = (  # settings with a flag of the same name
         "tls_key",
         "state_dir",
         "log",
-        "url",
+        "node_url",
         "limits",
     ),
 )

@@ -10,33 +10,50 @@ from psycopg.conninfo import conninfo_to_dict
 from polarnode.core.codec.limits import is_loopback
 from polarnode.core.errors import ConfigError
 from polarnode.http.self_signed import self_signed
+from polarnode.journal.log.postgres.connection import check_dsn
 from polarnode.node.config import NodeConfig
 
 USUAL_NAME: Final = fields(NodeConfig).node_id.default
 EVERYWHERE: Final = ("0.0.0.0", "::")
 
 
-def joining_config(config: NodeConfig) -> NodeConfig:
+def shared_config(config: NodeConfig) -> NodeConfig:
     """The settings of a node that is about to serve: one that shares a log is named as its host, and has a
-    certificate of its own off loopback, unless the settings name others. Raises ConfigError.
+    certificate of its own off loopback, unless the settings name others. Raises ConfigError where the other
+    nodes could not reach it.
     """
     if config.log is None:
         return config
+    servers = log_servers(check_dsn(config.log))
     if config.node_id == USUAL_NAME:  # else all nodes of the log had it, and each would replace the last
         config = evolve(config, node_id=socket.gethostname())
-    if config.tls_cert is None and not is_loopback(config.host):
+    if is_loopback(config.host):
+        if config.node_url is None and not all(is_loopback(each) for each in servers):
+            raise ConfigError(
+                f"--host {config.host} is not reached by the other nodes of the log at {servers[0]}: give"
+                " --host, an address of this machine, or --node-url"
+            )
+    elif config.tls_cert is None:
         chain, key = self_signed(Path(config.state_dir), config.host)
         config = evolve(config, tls_cert=chain, tls_key=key)
     return config
+
+
+def log_servers(dsn: str) -> list[str]:
+    """The hosts of a DSN, which may name several; the socket of this machine is localhost."""
+    found = str(conninfo_to_dict(dsn).get("host") or "localhost").split(",")
+    return ["localhost" if each.startswith(("/", "@")) or not each else each for each in found]
 
 
 def url_of(config: NodeConfig, listener: socket.socket) -> str:
     """The address at which other nodes reach a control plane that listens. Raises ConfigError where this
     machine has no way to the server of the log.
     """
+    if config.node_url is not None:
+        return config.node_url.rstrip("/")
     host, port = listener.getsockname()[:2]
     if host in EVERYWHERE and config.log is not None:
-        host = _reached_from(str(conninfo_to_dict(config.log).get("host") or "localhost"))
+        host = _reached_from(log_servers(config.log)[0])
     scheme = "http" if config.tls_cert is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -50,6 +67,6 @@ def _reached_from(name: str) -> str:
             return str(asking.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"url: this machine has no way to the log's server {name} ({error.strerror}): give url, the"
-            " address at which other nodes reach this one"
+            f"--host: this machine has no way to the log's server {name} now ({error.strerror}): give"
+            " --node-url, the address at which other nodes reach this one"
         ) from error

@@ -87,7 +87,7 @@ class Node:
         DiskFull.
         """
         self._check(spec)
-        no_image = await self.images.refusal(spec.runtime.image)
+        no_image = await self.images.refusal(spec.runtime.image) if self.config.runs_tasks else None
         async with self._submitting:
             existing = await self._existing(spec, idempotency_key)
             if existing is not None:
@@ -96,7 +96,7 @@ class Node:
             return await self._taken(spec, idempotency_key)
 
     def _check(self, spec: TaskSpec) -> None:
-        if not self.config.containers:
+        if not self.config.containers and self.config.log is None:
             raise Refused(NO_CONTAINERS)
         self.callbacks.check(spec)
 
@@ -247,7 +247,7 @@ class Node:
         if (full := full_disk(journal)) is not None:
             return full
         hosts = self.engines.statistics().hosts
-        if any(host.state == "ready" for host in hosts):
+        if self.config.engine == "none" or any(host.state == "ready" for host in hosts):
             return None
         why = next((host.last_error for host in hosts if host.last_error), None)
         return "no engine host answers" if why is None else f"no engine host answers: {why}"
@@ -315,6 +315,6 @@ async def open_captures(
             log=scheduler.log,
             base_url=(config.capture_url or here).rstrip("/"),
             port=address.port,
-            limit=config.capture_limit,
+            limit=0 if config.engine == "none" else config.capture_limit,
         )
         nursery.cancel_scope.cancel()

@@ -44,7 +44,7 @@ from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import Log, NodeFacts
+from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeFacts
 from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.node.config import TINY_MODEL, NodeConfig
@@ -172,6 +172,7 @@ CLAIMED_AHEAD = 2
 DAMAGE_S = 1.0  # seconds between looks at what began on a damaged journal: the pause before most attempts
 Report = Callable[[str], None]
 STARTING_ENGINE = "starting the engine"  # as it is reported
+WAITING_LOG = "waiting for the log"
 
 
 @asynccontextmanager
@@ -187,7 +188,7 @@ async def open_node(
     async with (
         open_judges(config.judges, os.environ) as judges,
         _open_journal(config, formats) as journal,
-        _open_log(config, journal) as log,
+        _open_log(config, journal, report) as log,
         open_callbacks(log, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
         config, model = await _with_model(config, report)
@@ -298,13 +299,24 @@ def _open_journal(
 
 
 @asynccontextmanager
-async def _open_log(config: NodeConfig, journal: Journal) -> AsyncIterator[Log]:
-    """The log that the node shares with others, or its own."""
+async def _open_log(config: NodeConfig, journal: Journal, report: Report) -> AsyncIterator[Log]:
+    """The log that the node shares with others, or its own. A shared one that is away is waited for."""
     if config.log is None:
         yield SqliteLog(journal)
-    else:
-        async with open_postgres_log(config.log, name=config.node_id, retention=retention_of(config)) as log:
-            yield log
+        return
+    opening = partial(open_postgres_log, config.log, name=config.node_id, retention=retention_of(config))
+    async with AsyncExitStack() as stack:
+        told = ""
+        while True:
+            try:
+                log = await stack.enter_async_context(opening())
+                break
+            except LogAway as error:  # the node is asked meanwhile, and says so
+                if told != error.reason:
+                    report(f"{WAITING_LOG}: {error.reason}")
+                    told = error.reason
+                await trio.sleep(RETRY_S)
+        yield log
 
 
 def _facts(config: NodeConfig, url: str) -> NodeFacts:
@@ -312,7 +324,7 @@ def _facts(config: NodeConfig, url: str) -> NodeFacts:
     certificate = control_certificate(config)
     return NodeFacts(
         name=config.node_id,
-        url=config.url or url,
+        url=url,
         certificate="" if certificate is None else certificate.digest,
         version=version("polarnode"),
         labels=every_label(config.labels, node=config.node_id, model=config.model),
@@ -356,7 +368,7 @@ def rare_collections() -> Iterator[None]:
 @asynccontextmanager
 async def _open_runtimes(config: NodeConfig) -> AsyncIterator[Runtimes | AbsentRuntimes]:
     settings = runtimes_settings(config)
-    if config.containers:
+    if config.runs_tasks:
         async with open_runtimes(settings) as runtimes:
             yield runtimes
     else:
@@ -414,7 +426,7 @@ async def _open_sessions(
             nursery,
             sessions_by_key=plane.sessions,
             now=time.time,
-            most_claimed=CLAIMED_AHEAD * services.stages.live.limit,
+            most_claimed=CLAIMED_AHEAD * services.stages.live.limit if config.runs_tasks else 0,
             warm=config.warm,
             held=HeldResults(journal, time.time) if log.shared else None,
             engines_ready=lambda: any(host.state == "ready" for host in engines.statistics().hosts),

@@ -66,7 +66,7 @@ ASSUMED_CONTEXT = 32_768  # tokens, where neither a setting, the checkpoint nor 
 
 
 def _external(config: NodeConfig, settings: EngineSettings, model: LoadedModel) -> External:
-    """What the servers must agree with."""
+    """What the servers must agree with; none at all for a node without engines."""
     if config.routed_experts and (reason := unrouted(settings)):
         raise ConfigError(f"--routed-experts: {reason}")
     return External(

@@ -174,7 +174,7 @@ class Cluster:
     # ── databases ──
 
     def database(self, migrations: tuple[Migration, ...] | None = None) -> str:
-        """The DSN of a new database with the log's tables; with `migrations`, of other ones."""
+        """The DSN of a new database with the log's tables; with `migrations`, of other ones, or of none."""
         name = f"log{next(self._numbers)}"
         with psycopg.connect(self.dsn(), autocommit=True) as db:
             if migrations is not None:
@@ -184,7 +184,7 @@ class Cluster:
                     db.execute("CREATE DATABASE migrated")
                     migrate_now(self.dsn("migrated"))
                 db.execute(f"CREATE DATABASE {name} TEMPLATE migrated".encode())
-        if migrations is not None:
+        if migrations:
             migrate_now(self.dsn(name), migrations)
         return self.dsn(name)
 

@@ -37,8 +37,9 @@ class LogAway(Busy):
     again as it was.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message, retry_after=RETRY_S)
+        self.reason = reason or message
 
 
 # ── places ────────────────────────────────────────────────────────────────────

@@ -719,6 +719,13 @@ def _last(db: Connection) -> int:
     return 0 if row is None else int(row[0])
 
 
+def journal_names(db: Connection, journal: str) -> tuple[int, list[tuple[str, int]]]:
+    """The journal's last event, and the names that it had, each with the event after which it had it."""
+    restores = _restores(db)
+    names = [journal, *(f"{journal}-{number}" for number in range(1, len(restores) + 1))]
+    return _last(db), list(zip(names, [0, *restores], strict=True))
+
+
 def _mark_restored(db: Connection) -> None:
     db.execute("INSERT INTO meta VALUES (?, ?)", (f"{RESTORED}{len(_restores(db)) + 1}", _last(db)))
 

@@ -125,7 +125,9 @@ class Connection:
         if self.away is None:
             logger.warning("the log is away (%s connection): %s", self.name, reason)
         self.away = reason
-        raise LogAway(f"the log is away ({reason}): sessions go on; try again later") from error
+        raise LogAway(
+            f"the log is away ({reason}): sessions go on; try again later", reason=reason
+        ) from error
 
     def close_now(self) -> None:
         """Close it; the next call opens another one."""

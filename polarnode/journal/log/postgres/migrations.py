@@ -1,8 +1,8 @@
 """The numbered migrations of the log's tables: each one file, one transaction.
 
-A node opens a log whose last migration is its own; it never migrates by itself, because the tables are the
-migrator's. A log that is newer is refused by name: a node of the version before may go on beside it only
-where `RUNS_WITH` says so.
+A node opens a log whose last migration is its own. It makes the tables only where the database has none yet,
+and never upgrades them by itself, because nodes of the version before would be cut off. A log that is newer
+is refused by name: a node of the version before may go on beside it only where `RUNS_WITH` says so.
 """
 
 import logging
@@ -44,15 +44,21 @@ def read_migrations() -> tuple[Migration, ...]:
 
 def applied_migrations(db: Database) -> tuple[int, ...]:
     """The numbers of those that the database has."""
-    exists: dict[str, Any] | None = db.execute(
-        "SELECT to_regclass(%s) AS found", (f"{SCHEMA}.migrations",)
-    ).fetchone()
-    if exists is None or exists["found"] is None:
-        return ()
-    rows = db.execute(
-        sql.SQL("SELECT number FROM {}.migrations ORDER BY number").format(sql.Identifier(SCHEMA))
-    )
-    return tuple(int(row["number"]) for row in rows)
+    try:
+        exists: dict[str, Any] | None = db.execute(
+            "SELECT to_regclass(%s) AS found", (f"{SCHEMA}.migrations",)
+        ).fetchone()
+        if exists is None or exists["found"] is None:
+            return ()
+        rows = db.execute(
+            sql.SQL("SELECT number FROM {}.migrations ORDER BY number").format(sql.Identifier(SCHEMA))
+        )
+        return tuple(int(row["number"]) for row in rows)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigError(
+            f"this login may not read the log ({_first_line(error)}): an administrator gives a node's login"
+            " the role with GRANT polarnode_node TO its name"
+        ) from error
 
 
 def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> tuple[str, ...]:
@@ -60,6 +66,16 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> tu
     wanted = read_migrations() if migrations is None else migrations
     if db.info.server_version < OLDEST_SERVER:
         raise ConfigError(f"PostgreSQL {db.info.server_version // 10_000} is too old: use 14 or newer")
+    try:
+        return _apply(db, wanted)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise ConfigError(
+            f"this login may not make the log's tables ({_first_line(error)}): run `polarnode migrate --log"
+            " …` with the one that owns the database"
+        ) from error
+
+
+def _apply(db: Database, wanted: tuple[Migration, ...]) -> tuple[str, ...]:
     done: list[str] = []
     for each in wanted:
         with db.transaction():
@@ -77,6 +93,8 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> tu
             )
             try:
                 db.execute(each.text.encode())
+            except psycopg.errors.InsufficientPrivilege:
+                raise
             except psycopg.Error as error:
                 raise ConfigError(
                     f"the migration {each.name} failed, and nothing of it is left: {error}"
@@ -87,6 +105,16 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> tu
     return tuple(done)
 
 
+def prepare_tables(db: Database) -> None:
+    """Make the tables where there are none yet. Raises ConfigError where this node cannot use those that
+    there are.
+    """
+    if applied_migrations(db):
+        check_version(db)
+    else:
+        migrate(db)  # two nodes that begin at once wait for each other
+
+
 def check_version(db: Database) -> None:
     """Raise ConfigError where this node cannot use the tables of the log."""
     have, wanted = applied_migrations(db), read_migrations()
@@ -94,8 +122,8 @@ def check_version(db: Database) -> None:
     missing = [each.name for each in wanted if each.number not in have]
     if missing:
         raise ConfigError(
-            f"the log lacks {', '.join(missing)}: run `polarnode migrate --log …` with a login that has the"
-            " role polarnode_migrator"
+            f"the log lacks {', '.join(missing)}: run `polarnode migrate --log …` of this version with the"
+            " login that owns its tables"
         )
 
 
@@ -107,3 +135,7 @@ def refuse_newer(have: tuple[int, ...], wanted: tuple[Migration, ...]) -> None:
             f"the log has migration {newer[-1]:04} and this polarnode knows up to {max(known, default=0):04}:"
             " use the polarnode that migrated it, or a newer one"
         )
+
+
+def _first_line(error: psycopg.Error) -> str:
+    return str(error).strip().splitlines()[0]

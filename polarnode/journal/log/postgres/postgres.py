@@ -50,7 +50,7 @@ from polarnode.journal.log.postgres import (
     weights,
 )
 from polarnode.journal.log.postgres.connection import Connection, Database, check_dsn
-from polarnode.journal.log.postgres.migrations import check_version
+from polarnode.journal.log.postgres.migrations import prepare_tables
 from polarnode.journal.log.watching import SilenceWatch
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
 from polarnode.journal.queries import Recent
@@ -469,7 +469,7 @@ async def open_postgres_log(
     writer, reader, watcher = connections
     log = PostgresLog(writer, reader, watcher, retention=retention or Retention())
     try:
-        await connections[0].run(check_version)
+        await connections[0].run(prepare_tables)
         await log.identity()
         async with trio.open_nursery() as nursery:
             if watch:
