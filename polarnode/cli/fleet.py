@@ -5,26 +5,20 @@ Keep heavy imports inside the commands, as in `main`.
 
 import shlex
 import sys
-from typing import Any
+from pathlib import Path
 
 import click
 
-from polarnode.cli.options import WRITTEN, node_address
+from polarnode.cli.options import folder, log_option, node_address
 
 
-@click.group(invoke_without_command=True, short_help="Serve many nodes as one.")
-@click.option(
-    "--nodes",
-    multiple=True,
-    metavar="URL,URL|@FILE|dns:NAME:PORT",
-    help="The nodes: addresses, a file with one a line, or a DNS name; asked again every 5 s. Repeatable.",
-)
+@click.group(invoke_without_command=True, short_help="Start nodes that share a log, and look at them.")
 @click.option(
     "--local",
     type=click.IntRange(0, 64),
     default=0,
     metavar="N",
-    help="Start N nodes on this machine, to try a fleet; --engine, --cpu, --model and --config are theirs.",
+    help="Start N nodes on this machine; --engine, --cpu, --model and --config are theirs.",
 )
 @click.option(
     "--ray",
@@ -42,7 +36,7 @@ from polarnode.cli.options import WRITTEN, node_address
     "--node-options",
     default="",
     metavar="OPTIONS",
-    help="With --ray or --local: more options of the nodes, such as '--tp 2 --run-limit 32'.",
+    help="More options of the nodes, such as '--tp 2 --run-limit 32'.",
 )
 @click.option(
     "--node-state-dir",
@@ -51,40 +45,23 @@ from polarnode.cli.options import WRITTEN, node_address
     help="With --ray: folder for the nodes' state, on a disk of each machine.",
 )
 @click.option("--stop", is_flag=True, help="With --ray: end the nodes and their actors, and exit.")
+@click.option("--engine", help="Engine of the nodes: sglang, simulated, none, or addresses of servers.")
+@click.option("--cpu", is_flag=True, help="Let the nodes run the model on the CPU.")
+@click.option("--model", help="Checkpoint folder of the nodes.")
+@click.option("--config", "file", help="TOML file with settings of the nodes.")
 @click.option(
-    "--engine", help="Engine of the nodes started here: sglang, simulated, or addresses of servers."
+    "--state-dir",
+    type=folder(),
+    default=Path(".polarnode-fleet"),
+    show_default=True,
+    help="Folder for this command's log, and with --local for the nodes.",
 )
-@click.option("--cpu", is_flag=True, help="Let the nodes started here run the model on the CPU.")
-@click.option("--model", help="Checkpoint folder of the nodes started here.")
-@click.option("--config", "file", help="TOML file with settings of the nodes started here.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; others need TLS.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0: a free one.")
-@click.option(
-    "--join",
-    is_flag=True,
-    help="Let nodes join with the token that is printed; so it is off loopback without --nodes.",
-)
-@click.option(
-    "--public-url", help="Address that nodes and trainers are given. [default: of --host and --port]"
-)
-@click.option("--tls-cert", help="PEM file of the front's certificate with its chain. [default: its own]")
-@click.option("--tls-key", help="PEM file of its key.")
-@click.option(
-    "--allowed-host", "allowed_hosts", multiple=True, metavar="NAME", help="Host name that is served too."
-)
-@click.option("--state-dir", default=".polarnode-fleet", show_default=True, help="Folder for the log.")
-@click.option("--token", envvar="POLARNODE_TOKEN", show_envvar=True, help="Bearer token of trainers.")
-@click.option(
-    "--node-token",
-    envvar="POLARNODE_NODE_TOKEN",
-    show_envvar=True,
-    help="Bearer token of the nodes. [default: that of trainers]",
-)
+@log_option
+@click.option("--token", envvar="POLARNODE_TOKEN", show_envvar=True, help="Bearer token of the nodes.")
 @click.pass_context
 def fleet(
     ctx: click.Context,
     /,
-    nodes: tuple[str, ...],
     local: int,
     ray: str | None,
     gpus_per_node: int,
@@ -95,62 +72,68 @@ def fleet(
     cpu: bool,
     model: str | None,
     file: str | None,
-    **params: Any,
+    state_dir: Path,
+    log: str | None,
+    token: str | None,
 ) -> None:
-    """Serve many nodes as one: a trainer has one address, one stream, one position.
+    """Start nodes that share a log. A trainer gives the address of any of them, and has all.
 
     \b
-    polarnode fleet --local 3 --engine simulated
-    polarnode fleet --host 10.0.0.1
-    polarnode fleet --nodes http://10.0.0.5:8080,http://10.0.0.6:8080
-    polarnode fleet --ray auto --gpus-per-node 8 --model /models/Qwen3-8B
-    polarnode fleet --nodes @nodes.txt --host 0.0.0.0 --tls-cert front.pem --tls-key front.key
-    polarnode fleet status
-    polarnode fleet drain node-2
+    polarnode fleet --local 3 --engine simulated --log @log.dsn
+    polarnode fleet --ray auto --gpus-per-node 8 --model /models/Qwen3-8B --log @log.dsn
+    polarnode fleet --ray auto --stop
+    polarnode fleet status --url http://10.0.0.5:8080
+    polarnode fleet drain gpu-2
 
-    Nodes are started by whatever starts programs where you are: Ray, SLURM, Kubernetes, systemd; see
-    docs/fleet.md. The front keeps nothing: it may be restarted, also on another machine.
+    A node needs no fleet: each `polarnode --log …` is one of it, whatever starts it: Ray, SLURM, Kubernetes,
+    systemd or a person; see docs/fleet.md. Nodes that Ray started go on when this command ends.
     """
     if ctx.invoked_subcommand is not None:
         return
     from polarnode.cli import fleet_run
-    from polarnode.core.codec.limits import is_loopback
-    from polarnode.fleet.config import FleetConfig
 
-    ctx.meta[WRITTEN] = {name: f"--{name.replace('_', '-')}" for name in params}
-    given = {"--engine": engine, "--cpu": cpu, "--model": model, "--config": file}
-    options = [part for name, value in given.items() if value for part in (name, value) if part is not True]
-    options += shlex.split(node_options)
-    urls = tuple(url.strip() for each in nodes for url in each.split(",") if url.strip())
-    alone = not (urls or local or ray is not None or is_loopback(params["host"]))
-    config = FleetConfig(nodes=urls, **{**params, "join": params["join"] or alone})
-    order = None
-    if ray is not None:
-        order = fleet_run.ray_order(config, ray, gpus_per_node, node_state_dir, tuple(options))
-    elif stop:
+    given = {"--engine": engine, "--model": model, "--config": file}
+    options = [part for name, value in given.items() if value is not None for part in (name, value)]
+    options += ["--cpu"] * cpu + shlex.split(node_options)
+    if stop and ray is None:
         raise click.UsageError("--stop ends the nodes of a Ray cluster: give its address with --ray")
-    if stop and order is not None:
-        sys.exit(fleet_run.stop_ray(config, order))
-    sys.exit(fleet_run.serve(config, local=local, options=tuple(options), order=order))
+    if bool(local) == (ray is not None):
+        raise click.UsageError(
+            "say where the nodes run: --local N or --ray auto, one of them; or start each with"
+            " polarnode --log"
+        )
+    if stop and ray is not None:
+        sys.exit(fleet_run.stop_ray(ray, state_dir))
+    dsn = fleet_run.log_of(log)
+    if ray is None:
+        sys.exit(fleet_run.serve_local(local, state_dir, tuple(options), dsn, token))
+    sys.exit(
+        fleet_run.serve_ray(
+            ray, gpus_per_node, node_state_dir, tuple(options), dsn=dsn, token=token, state=state_dir
+        )
+    )
 
 
-@fleet.command(short_help="Show the nodes of a fleet.")
+@fleet.command(short_help="Show the nodes that share a log.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @node_address
 def status(as_json: bool, url: str, token: str | None) -> None:
-    """Show the nodes of a fleet: state, sessions, weights, copies, results that wait for a second home."""
+    """Show the nodes that share a log with the one at --url: state, sessions, weights, labels.
+
+    Exit codes: 0 when they were shown; 1 when the node does not answer, or has a log of its own.
+    """
     from polarnode.cli import fleet_run
 
     fleet_run.status(url, token, as_json=as_json)
 
 
-@fleet.command(short_help="Let a node take no new tasks.")
+@fleet.command(short_help="Let a node take no new sessions.")
 @click.argument("node")
-@click.option("--back", is_flag=True, help="Let it take tasks again.")
+@click.option("--back", is_flag=True, help="Let it take sessions again.")
 @node_address
 def drain(node: str, back: bool, url: str, token: str | None) -> None:
-    """Let NODE (its name or address) take no new tasks. Its sessions end and are read to the last event; then
-    `polarnode fleet status` shows it as left, and it can be stopped.
+    """Let NODE (its name) take no new sessions, by way of any node at --url. Its sessions end; then
+    `polarnode fleet status` shows that it runs none, and it can be stopped. What waits is for the others.
     """
     from polarnode.cli import fleet_run
 

@@ -1,236 +1,240 @@
-"""`polarnode fleet`: the front of many nodes, its table, and draining.
+"""`polarnode fleet`: starts nodes that share a log, shows them and drains one.
 
-Invariant: what a user sees here is what GET /v1/status of the front says; nothing is decided here.
+Invariant: what a user sees here is what a node and its log say; nothing is decided here, and nodes do without
+this command once they run.
 """
 
 import os
-from contextlib import AsyncExitStack
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import trio
-from attrs import evolve
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from polarnode.cli.options import log_dsn
 from polarnode.cli.output import open_console
 from polarnode.cli.progress import Steps
 from polarnode.cli.stopping import StopRequest, requested, stop_on_signals
 from polarnode.client.pins import node_address
 from polarnode.core.codec.json import dump_json
 from polarnode.core.errors import ConfigError, boundary
-from polarnode.fleet.config import FleetConfig
-from polarnode.fleet.front import Front
-from polarnode.fleet.join_token import JoinToken
-from polarnode.fleet.joining import joinable
-from polarnode.fleet.members import MemberState
-from polarnode.fleet.ray_launcher import check_ray, ray_nodes, stop_nodes
+from polarnode.fleet.local_nodes import local_nodes
+from polarnode.fleet.ray_launcher import RayNodes, check_ray, ray_nodes, stop_nodes
 from polarnode.fleet.ray_machines import RayOrder
-from polarnode.fleet.serving import local_nodes, serve_front
 from polarnode.http.link import Link
-from polarnode.http.server import Address, Certificate, listening_socket
-from polarnode.support.bounded import open_node_log, private_folder, private_opener
+from polarnode.journal.log.port import LogAway, NodeRow
+from polarnode.journal.log.postgres import membership
+from polarnode.journal.log.postgres.connection import Connection, Database, check_dsn
+from polarnode.journal.log.postgres.migrations import applied_migrations, read_migrations
+from polarnode.support.bounded import open_node_log, private_folder
 
-LOOK_S = 0.5  # between looks at the nodes that start
-SHOWN_S = (
-    900.0  # a model of hundreds of gigabytes is read in minutes; then `polarnode fleet status` shows more
-)
-COLUMNS = (
-    *("node", "model", "state", "for", "sessions", "slots", "s/session", "weights", "copies", "held"),
-    "lost, re-run",  # places of it that other nodes ran again
-)
-LEFT = ("node", "model", "state", "weights")
-COLOURS: dict[MemberState, str] = {"up": "green", "gone": "red", "suspect": "yellow", "stale": "yellow"}
+LOOK_S: Final = 1.0  # between looks at the nodes that start
+# a model of hundreds of gigabytes is read in minutes; then `polarnode fleet status` shows more
+SHOWN_S: Final = 900.0
+COLUMNS: Final = ("node", "state", "sessions", "weights", "labels")
+COLOURS: Final = {"alive": "green", "lost": "red", "replaced": "yellow", "left": "dim"}
 
 
-def ray_order(
-    config: FleetConfig, address: str, gpus: int, folder: str, options: tuple[str, ...]
-) -> RayOrder:
-    """What is to be kept on a Ray cluster. Raises ConfigError where Ray is not installed."""
-    check_ray()
-    token = config.node_token or config.token
-    return RayOrder(address=address, gpus_per_node=gpus, folder=folder, options=options, token=token)
+def log_of(given: str | None) -> str:
+    """The DSN of the log that the nodes are to share. Raises ConfigError."""
+    dsn = os.environ.get("POLARNODE_LOG") if given is None else log_dsn(given)
+    if not dsn:
+        raise ConfigError("name the PostgreSQL that the nodes share: give --log, or set POLARNODE_LOG")
+    return check_dsn(dsn)
 
 
-def stop_ray(config: FleetConfig, order: RayOrder) -> int:
-    """End the nodes of a Ray cluster; returns the exit code."""
-    state = Path(config.state_dir)
-    with boundary(ConfigError, f"--state-dir {state} cannot be written"):
-        private_folder(state)
-    ended = trio.run(stop_nodes, order, state)
-    open_console().print(f"{ended} nodes of the Ray cluster were ended")
-    return 0
-
-
-def serve(config: FleetConfig, *, local: int, options: tuple[str, ...], order: RayOrder | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code. `local` nodes of this machine are started with
-    `options`, those of a Ray cluster by `order`.
-    """
-    state = Path(config.state_dir)
-    if config.join:
-        with boundary(ConfigError, f"--state-dir {state} cannot be written"):
-            private_folder(state)
-        config = joinable(config)
-    if not local:
-        evolve(config, nodes=config.nodes or (("@ray",) if order else ())).check()
-    listening_socket(Address(host=config.host, port=config.port)).close()
+def _open_state(state: Path) -> None:
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
         private_folder(state)
         open_node_log(state)
-    trio.run(_serve, config, local, options, order, open_console())
+
+
+# ── nodes of this machine ─────────────────────────────────────────────────────
+
+
+def serve_local(count: int, state: Path, options: tuple[str, ...], dsn: str, token: str | None) -> int:
+    """Keep so many nodes on this machine until SIGINT or SIGTERM; returns the exit code."""
+    _open_state(state)
+    trio.run(_serve_local, count, state, options, dsn, token, open_console())
     return 0
 
 
-async def _serve(
-    config: FleetConfig, local: int, options: tuple[str, ...], order: RayOrder | None, console: Console
+async def _serve_local(
+    count: int, state: Path, options: tuple[str, ...], dsn: str, token: str | None, console: Console
 ) -> None:
-    def report(text: str) -> None:
-        console.print(f"· {text}", style="dim")
-
-    steps = Steps(report, console, f"logs: {config.state_dir}")
-    async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+    prefix = socket.gethostname()  # another machine's local nodes may share the log
+    environment = {
+        **os.environ,
+        "POLARNODE_LOG": dsn,
+        **({} if token is None else {"POLARNODE_TOKEN": token}),
+    }
+    async with (
+        trio.open_nursery() as nursery,
+        local_nodes(count, state / "nodes", options, environment, prefix=prefix) as nodes,
+    ):
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
-        nursery.start_soon(steps.show)
-        if local:
-            folder = Path(config.state_dir) / "nodes"
-            nodes = await stack.enter_async_context(local_nodes(local, folder, options, os.environ))
-            console.print(f"· {local} nodes start on this machine: {', '.join(nodes)}", style="dim")
-            config = evolve(config, nodes=(*config.nodes, *nodes)).check()
-        if order is not None:
-            steps.report(f"asking Ray at {order.address} for its machines")
-            ray = await stack.enter_async_context(ray_nodes(order, Path(config.state_dir), steps.report))
-            config = evolve(config, nodes=(*config.nodes, ray.entry))
-            report(f"nodes of the Ray cluster are listed in {ray.file}; they go on when the front stops")
-        front, address = await stack.enter_async_context(serve_front(config))
-        scheme = "http" if config.tls_cert is None else "https"
-        url = f"{scheme}://{address.host}:{address.port}"
-        console.print(f"fleet on {url} · {len(config.nodes)} nodes or lists of nodes")
-        if config.join:
-            await trio.to_thread.run_sync(_print_join, config, config.public_url or url, console)
-        console.print(f"· polarnode fleet status --url {url} shows them; Ctrl-C stops the front", style="dim")
-        if config.nodes:
-            nursery.start_soon(show_up, front, steps, console)
+        for name, url in nodes.items():
+            console.print(f"· {name} starts at {url}", style="dim")
+        console.print(f"· their logs: {state / 'nodes'}/NAME.log; Ctrl-C ends the nodes", style="dim")
+        console.print(f"export POLARNODE_URL='{next(iter(nodes.values()))}'", markup=False, highlight=False)
+        nursery.start_soon(show_up, dsn, frozenset(nodes), console, state)
         await requested(stop)
         nursery.cancel_scope.cancel()
 
 
-async def show_up(front: Front, steps: Steps, console: Console) -> None:
-    """Show how many nodes are up, and for how long the others are waited for, until all are, or for
-    SHOWN_S.
-    """
-    shown = (-1, 0)
-    with trio.move_on_after(SHOWN_S):
-        while not shown[1] or shown[0] < shown[1]:
-            members = front.roster.members
-            now = (len(front.roster.in_state("up", "draining", "left")), len(members))
-            if now != shown and members:
-                steps.report(f"{now[0]} of {now[1]} nodes are up")
-                shown = now
-            await trio.sleep(LOOK_S)
-    steps.end()
-    for each in front.roster.members.values():
-        if each.state not in ("up", "draining", "left"):
-            console.print(
-                f"· {each.name} is {each.state}: {each.problem or 'it has not answered'}", style="dim"
-            )
+async def show_up(dsn: str, names: frozenset[str], console: Console, state: Path) -> None:
+    """Show how many of these nodes the log has, until all are there, or for SHOWN_S."""
+    steps, log = Steps(_dim(console), console, f"logs: {state}"), Connection(dsn, "fleet")
+    try:
+        with trio.move_on_after(SHOWN_S):
+            shown = ""
+            while True:
+                text = "waiting for the log"
+                try:
+                    rows = await log.run(_nodes)
+                    alive = len(names & {row.facts.name for row in rows})
+                    text = f"{alive} of {len(names)} nodes take sessions"
+                    if alive == len(names):
+                        steps.report(text)
+                        return
+                except LogAway as error:
+                    text = f"waiting for the log: {error.reason}"
+                if text != shown:
+                    steps.report(text)
+                    shown = text
+                await trio.sleep(LOOK_S)
+    finally:
+        steps.end()
+        log.close_now()
 
 
-def _print_join(config: FleetConfig, url: str, console: Console) -> None:
-    """Print what a node and a trainer are given. The line is one, however wide it is, to be copied."""
-    digest = ""
-    if config.tls_cert is not None and config.tls_key is not None:
-        digest = Certificate(config.tls_cert, config.tls_key, settings="tls").digest
-    state, token = Path(config.state_dir), config.token or ""
-    text = JoinToken(url=url.rstrip("/"), certificate=digest, token=token).text
-    with (
-        boundary(ConfigError, f"--state-dir {state} cannot be written"),
-        open(state / "join.token", "w", opener=private_opener) as file,
-    ):
-        file.write(text + "\n")
-    pinned = f"{url}#{digest}" if digest else url
-    for what, line in (
-        (
-            "on each GPU host (a secret; also --join @FILE, with",
-            f"POLARNODE_JOIN={text} polarnode --gpus 0-7 --model …",
-        ),
-        ("for trainers and polarnode's commands, with POLARNODE_TOKEN:", f"export POLARNODE_URL='{pinned}'"),
-    ):
-        end = f" {state / 'join.token'}):" if what.endswith("with") else ""
-        console.print(f"· {what}{end}", style="dim", soft_wrap=True)
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+def _nodes(db: Database) -> tuple[NodeRow, ...]:
+    """The nodes that are alive; none before the first one has made the tables."""
+    return membership.nodes(db, every=False) if len(applied_migrations(db)) == len(read_migrations()) else ()
+
+
+def _dim(console: Console) -> Any:
+    return lambda text: console.print(f"· {text}", style="dim")
+
+
+# ── nodes of a Ray cluster ────────────────────────────────────────────────────
+
+
+def serve_ray(
+    address: str,
+    gpus: int,
+    folder: str,
+    options: tuple[str, ...],
+    *,
+    dsn: str,
+    token: str | None,
+    state: Path,
+) -> int:
+    """Keep the nodes of a Ray cluster until SIGINT or SIGTERM; they go on after it. Returns the exit code."""
+    check_ray()
+    _open_state(state)
+    order = RayOrder(
+        address=address, gpus_per_node=gpus, folder=folder, options=options, token=token, log=dsn
+    )
+    trio.run(_serve_ray, order, state, open_console())
+    return 0
+
+
+async def _serve_ray(order: RayOrder, state: Path, console: Console) -> None:
+    steps = Steps(_dim(console), console, f"logs: {state}")
+    async with trio.open_nursery() as nursery:
+        stop = StopRequest(nursery.cancel_scope.cancel)
+        await nursery.start(stop_on_signals, stop)
+        nursery.start_soon(steps.show)
+        steps.report(f"asking Ray at {order.address} for its machines")
+        async with ray_nodes(order, state) as nodes:
+            console.print("· nodes go on when this command ends; --stop ends them", style="dim")
+            nursery.start_soon(show_machines, nodes, steps, console)
+            await requested(stop)
+            nursery.cancel_scope.cancel()
+
+
+async def show_machines(nodes: RayNodes, steps: Steps, console: Console) -> None:
+    """Show the machines whose nodes serve, and what keeps others from having one, as they change."""
+    urls, problems = dict[str, str](), dict[str, str]()
+    while True:
+        if nodes.urls != urls:
+            if not urls and nodes.urls:
+                url = await pinned_url(nodes.order.log, nodes.urls[min(nodes.urls)])
+                console.print(f"export POLARNODE_URL='{url}'", markup=False, highlight=False, soft_wrap=True)
+            urls = dict(nodes.urls)
+            steps.report(f"{len(urls)} nodes serve: {', '.join(sorted(urls))}")
+            steps.end()
+        for name, problem in nodes.problems.items():
+            if problems.get(name) != problem:
+                console.print(f"· {name}: {problem}", style="dim", markup=False)
+        problems = dict(nodes.problems)
+        await trio.sleep(LOOK_S)
+
+
+async def pinned_url(dsn: str, url: str) -> str:
+    """The address of a node, with the digest of its certificate where the log has it."""
+    log = Connection(dsn, "fleet")
+    try:
+        rows = await log.run(_nodes)
+    except LogAway:
+        return url
+    finally:
+        log.close_now()
+    found = next((row.facts.certificate for row in rows if row.facts.url == url), "")
+    return f"{url}#{found}" if found else url
+
+
+def stop_ray(address: str, state: Path) -> int:
+    """End the nodes of a Ray cluster; returns the exit code."""
+    check_ray()
+    _open_state(state)
+    ended = trio.run(stop_nodes, RayOrder(address=address, gpus_per_node=0, folder=""), state)
+    open_console().print(f"{ended} nodes of the Ray cluster were ended")
+    return 0
+
+
+# ── looking at nodes ──────────────────────────────────────────────────────────
 
 
 def status(url: str, token: str | None, *, as_json: bool) -> None:
-    """Print the nodes of a fleet."""
-    found = _status(url, token)
+    """Print the nodes of the log of the node at `url`. ConfigError where it has a log of its own."""
+    answer: dict[str, Any] = trio.run(_asked, url, token, "GET", "/v1/status", None)
+    nodes = answer.get("nodes")
+    if nodes is None:
+        raise ConfigError(f"{url} is a node alone: nodes that share a log are started with --log")
     if as_json:
-        print(dump_json(found).decode())
+        print(dump_json({"nodes": nodes}).decode())
         return
-    open_console().print(nodes_of(found))
+    open_console().print(nodes_table(nodes))
 
 
-def _status(url: str, token: str | None) -> dict[str, Any]:
-    """GET /v1/status of a front. ConfigError where a node answers: it has some of a front's routes, and would
-    drain itself.
-    """
-    found: dict[str, Any] = trio.run(_asked, url, token, "GET", "/v1/status", None)
-    if "nodes" not in found:
-        raise ConfigError(f"{url} is a node, not a fleet: give the address of its front")
-    return found
-
-
-def nodes_of(found: dict[str, Any]) -> Group:
-    """GET /v1/status of a front as a headline and a table of its nodes."""
-    return Group(_headline(found), _table(found["nodes"]))
-
-
-def _headline(found: dict[str, Any]) -> str:
-    front, scheduler = found["front"], found["scheduler"]
-    office = f"in office, term {front['term']}" if front["in_office"] else "not in office"
-    versions = ", ".join(found["weights"]["versions"]) or "none"
-    return (
-        f"front {front['id']} {office} · {scheduler['live']} sessions on {scheduler['slots']} slots ·"
-        f" queue {scheduler['queue_seconds']:g} s · weights {versions}"
-    )
-
-
-def _table(nodes: list[dict[str, Any]]) -> Group:
-    """The nodes, and below them why some do not answer."""
-    problems: list[Text] = []
+def nodes_table(nodes: list[dict[str, Any]]) -> Group:
+    """The nodes of GET /v1/status, a row each."""
     table = Table(box=None, header_style="dim", pad_edge=False)
-    several = len({node["report"].get("model") for node in nodes if node["report"]}) > 1
-    for name in COLUMNS if several else [each for each in COLUMNS if each != "model"]:
-        table.add_column(name, justify="left" if name in LEFT else "right")
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name == "sessions" else "left")
     for node in nodes:
-        report = node["report"]
-        load = report.get("load", {})
-        colour = COLOURS.get(node["state"], "default")
+        labels = {name: value for name, value in node.get("labels", {}).items() if name != "node"}
+        state = "draining" if node.get("draining") else node["state"]
         table.add_row(
             Text.assemble(node["name"], " ", (node["url"], "dim")),
-            *([report.get("model") or "–"] if several else []),
-            Text(node["state"], style=colour),
-            f"{node['seconds']:.0f} s",
-            str(load.get("live", "–")),
-            str(load.get("slots", "–")),
-            f"{load.get('session_s', 0):.0f}",
-            report.get("version") or "–",
-            str(node["copies"]),
-            str(report.get("held", "–")),
-            str(node["run_again"]),
+            Text(state, style=COLOURS.get(state, "yellow")),
+            str(node["running"]),
+            (node.get("serving") or {}).get("", "") or "–",
+            " ".join(f"{name}={value}" for name, value in sorted(labels.items())),
         )
-        if node["problem"] and node["state"] != "up":
-            problems.append(Text(f"{node['name']}: {node['problem']}", style="dim"))
-    return Group(table, *problems)
+    return Group(table, Text(f"{len(nodes)} nodes", style="dim"))
 
 
 def drain(node: str, url: str, token: str | None, *, back: bool) -> None:
-    """Let a node take no new tasks, or take some again."""
-    _status(url, token)
-    body = {"node": node, "draining": not back}
-    found = trio.run(_asked, url, token, "POST", "/v1/fleet/drain", body)
-    open_console().print(f"{found['name']} {'takes tasks again' if back else 'takes no new tasks'}")
+    """Let a node take no new sessions, or take some again, by way of the node at `url`."""
+    trio.run(_asked, url, token, "POST", "/v1/fleet/drain", {"node": node, "draining": not back})
+    open_console().print(f"{node} {'takes sessions again' if back else 'takes no new sessions'}")
 
 
 async def _asked(url: str, token: str | None, method: str, path: str, value: object) -> Any:

@@ -58,17 +58,17 @@ def age(seconds: float | None) -> str:
 
 
 def status(node: RemoteNode, *, as_json: bool) -> None:
-    """Print a node's state, or the nodes of a fleet."""
+    """Print a node's state, and the nodes that share its log."""
     client = node.client()
     found = client.status()
     if as_json:
         print_json(found)
-    elif "nodes" in found:
-        from polarnode.cli.fleet_run import nodes_of  # of `polarnode[node]`
+        return
+    open_console().print(status_view(found, client.consumers()))
+    if found.get("nodes"):
+        from polarnode.cli.fleet_run import nodes_table  # of `polarnode[node]`
 
-        open_console().print(nodes_of(found))
-    else:
-        open_console().print(status_view(found, client.consumers()))
+        open_console().print(nodes_table(found["nodes"]))
 
 
 def status_view(found: Mapping[str, Any], consumers: tuple[Consumer, ...]) -> RenderableType:

@@ -6,6 +6,7 @@ The first SIGINT or SIGTERM ends the sessions and delivers their trajectories; t
 
 import logging
 import os
+import time
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ from polarnode.node.config import NodeConfig, check_hosts
 from polarnode.node.joining import shared_config, url_of
 from polarnode.node.node import Node, control_certificate
 from polarnode.node.opening import STARTING_ENGINE, WAITING_LOG, open_node
-from polarnode.node.orphan import orphaned
+from polarnode.node.orphan import has_work, orphaned
 from polarnode.node.serving import serve_control_plane
 from polarnode.node.starting import StartingNode
 from polarnode.sources.reading import task_value
@@ -116,13 +117,18 @@ def _waits_for(steps: Steps) -> str:
 
 
 async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> None:
-    """Stop a node that has a lifeline, when nobody holds it any more."""
+    """Stop a node that has a lifeline, when nobody holds it and nobody needs the node any more."""
     config = node.config
     ready.set()
     if config.lifeline is None:
         return
-    await orphaned(Path(config.lifeline), config.orphan_s)
-    logger.warning("nobody has held this node for %g s: it ends", config.orphan_s)
+
+    async def needed() -> bool:
+        live = node.scheduler.statistics().live
+        return await has_work(node.log, live, orphan_s=config.orphan_s, now=time.time())
+
+    await orphaned(Path(config.lifeline), config.orphan_s, None if config.log is None else needed)
+    logger.warning("nobody has held or needed this node for %g s: it ends", config.orphan_s)
     stop()
 
 

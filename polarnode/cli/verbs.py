@@ -133,7 +133,7 @@ def logs(target: str | None, follow: bool, tail: int, as_json: bool, url: str, t
     polarnode logs 4f1c09aa72be3d55 -f
     polarnode logs node --tail 20
     polarnode logs engine-0
-    polarnode logs node-1/engine-0 --url http://front:8080
+    polarnode logs node-1/engine-0 --url http://10.0.0.5:8080
 
     Exit codes: 0 when it was printed; 1 when there is no such log; 130 after Ctrl-C.
     """

@@ -1,1 +1,1 @@
-"""Many nodes as one: the front of a fleet, which keeps nothing that a node does not hold."""
+"""Starting nodes that share a log: on this machine, and on the machines of a Ray cluster."""

@@ -1,8 +1,8 @@
 """The actor on each machine of a Ray cluster: it keeps one `polarnode` process, started or adopted.
 
 Ray's worker imports this module: it needs neither Ray nor Trio. Two locks decide, and the kernel gives them
-back whatever dies and however: NAME.lock is the lifeline, held by the actor, without which only a front's
-feed keeps the node alive; NAME.json is held by the node and has its pid and address, so that two actors
+back whatever dies and however: NAME.lock is the lifeline, held by the actor, without which only work in its
+log keeps the node alive; NAME.json is held by the node and has its pid and address, so that two actors
 cannot start two nodes. A node has a session of its own: Ray kills what is in an actor's process group.
 
     python -m polarnode.fleet.ray_host RECORD URL PYTHON ARGUMENT…
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from typing import IO, Final
 from attrs import frozen
 
 from polarnode.core.backoff import Backoff
+from polarnode.core.codec.limits import is_loopback
 from polarnode.fleet.ray_machines import HostedNode, HostOrder, node_arguments
 from polarnode.support.locks import lock_held, take_lock
 
@@ -172,15 +174,15 @@ class NodeHost:
         return ""
 
     def _serves(self, url: str) -> bool:
-        token = self._given.order.token
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # it is asked without its token, so that whose certificate answers does not matter
+        handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_unverified())]
+        opener = urllib.request.build_opener(*handlers)
         try:
-            with opener.open(urllib.request.Request(f"{url}/v1/status", headers=headers), timeout=STATUS_S):
+            with opener.open(f"{url}/v1/status", timeout=STATUS_S):
                 return True
         except urllib.error.HTTPError as error:
             error.close()
-            return error.code == 401  # an adopted node of another token serves: its front will say so
+            return error.code == 401  # one that starts answers 503
         except OSError:
             return False
 
@@ -195,7 +197,10 @@ class NodeHost:
         if "--port" in options:
             port = int(options[options.index("--port") + 1])
         arguments = node_arguments(self._given, port, str(self._state))
-        argv = (sys.executable, "-m", "polarnode.fleet.ray_host", str(self._record), f"http://{host}:{port}")
+        # off loopback a node that shares a log has a certificate, of its own if of nobody else
+        secure = self._given.order.log and not is_loopback(self._given.machine.host)
+        url = f"{'https' if secure or '--tls-cert' in options else 'http'}://{host}:{port}"
+        argv = (sys.executable, "-m", "polarnode.fleet.ray_host", str(self._record), url)
         self._started = time.monotonic()
         full = self._log.exists() and self._log.stat().st_size > LOG_BYTES
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (os.O_TRUNC if full else 0)
@@ -218,7 +223,8 @@ class NodeHost:
             "POLARNODE_LIFELINE": str(self._lifeline),
             "POLARNODE_ORPHAN_S": f"{order.orphan_s:g}",
         }
-        return {**usual, **mine, **({} if order.token is None else {"POLARNODE_TOKEN": order.token})}
+        private = {"POLARNODE_TOKEN": order.token, "POLARNODE_LOG": order.log}
+        return {**usual, **mine, **{name: value for name, value in private.items() if value}}
 
     def _last_line(self) -> str:
         """The last line that a node printed: one that cannot start says why."""
@@ -226,6 +232,12 @@ class NodeHost:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             lines = log.read().decode(errors="replace").split("\n")
         return next((line.strip()[-300:] for line in reversed(lines) if line.strip()), f"see {self._log}")
+
+
+def _unverified() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The Ray driver of a front: a process of its own, because Ray ends whoever called `ray.init` when its head
-is gone for a minute.
+"""The Ray driver of a launcher: a process of its own, because Ray ends whoever called `ray.init` when its
+head is gone for a minute.
 
     python -m polarnode.fleet.ray_hosts
 
@@ -100,7 +100,7 @@ class RayDriver:
         kept.report, kept.problem = report, report.problem
         if report.digest != self.order.digest:
             kept.problem = (
-                "its node was started with other options or another token: end it with --stop first"
+                "its node was started with other options, or another token or log: end it with --stop first"
             )
         kept.due = now + (LATER_S if report.url and not report.problem else SOON_S)
 
@@ -153,7 +153,7 @@ def _write(out: IO[bytes], news: RayNews) -> None:
 
 
 def _end_with_input() -> None:
-    """End when the front has: it holds the other end of standard input."""
+    """End when the launcher has: it holds the other end of standard input."""
     while os.read(0, 4096):
         """Nothing is written there after the order."""
     os._exit(0)

@@ -1,15 +1,14 @@
-"""The launcher `ray`: the front's side of the driver, and the file of addresses that the front asks again.
+"""The launcher `ray`: keeps a driver, which keeps an actor and so a node on each machine of a Ray cluster.
 
-Ray starts nodes and says which there are; nothing else depends on it. The driver is started again with
-back-off however it ends, and the addresses that are known stay in the file: front, nodes and sessions go on
-without Ray, also when the front itself is started again meanwhile.
+Ray starts nodes; nothing else depends on it. The nodes find each other in their log, and go on without Ray
+and without this process. The driver is started again with back-off however it ends.
 """
 
 import importlib.util
 import logging
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -20,7 +19,7 @@ from attrs import asdict, define, evolve, field
 from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import dump_json, read_json, structure
 from polarnode.core.errors import ConfigError, Refused
-from polarnode.fleet.ray_machines import Addresses, RayNews, RayOrder
+from polarnode.fleet.ray_machines import RayNews, RayOrder
 from polarnode.support.bounded import private_opener
 
 logger = logging.getLogger(__name__)
@@ -42,26 +41,16 @@ def check_ray() -> None:
 
 @define(eq=False, kw_only=True)
 class RayNodes:
-    """The nodes of a Ray cluster, as a list that is asked again. Created by `ray_nodes`."""
+    """The nodes of a Ray cluster. Created by `ray_nodes`."""
 
     order: RayOrder
-    folder: Path  # for the list and the driver's log
-    addresses: Addresses = field(factory=Addresses)
+    folder: Path  # for the driver's log
+    urls: dict[str, str] = field(factory=dict)  # by machine, of the nodes that serve
     problems: dict[str, str] = field(factory=dict)
     starts: int = 0  # of the driver
     driver: trio.Process | None = None
     answered: trio.Event = field(factory=trio.Event)  # Ray has, or the driver ended without
     error: str | None = None
-
-    @property
-    def file(self) -> Path:
-        """The list, one address a line."""
-        return self.folder / "ray-nodes.txt"
-
-    @property
-    def entry(self) -> str:
-        """As a front's setting `nodes` names it."""
-        return f"@{self.file}"
 
     async def keep(self) -> None:
         """Keep a driver, until cancelled."""
@@ -73,9 +62,8 @@ class RayNodes:
             failures = 0 if trio.current_time() - before > SILENT_S else failures + 1
             pause = PAUSES.delay(failures)
             logger.warning(
-                "the Ray driver ended (%s): the %s known nodes stay, and it is started again in %g s",
+                "the Ray driver ended (%s): nodes go on, and it is started again in %g s",
                 self.error or "see ray-driver.log",
-                len(self.addresses.urls),
                 pause,
             )
             await trio.sleep(pause)
@@ -89,7 +77,7 @@ class RayNodes:
                     if news.error is not None:
                         self.error = news.error
                         return
-                    await self._take(news)
+                    self._take(news)
                     self.answered.set()
 
     def _log(self) -> BinaryIO:
@@ -111,28 +99,20 @@ class RayNodes:
         try:
             assert process.stdin is not None
             with suppress(trio.BrokenResourceError):
-                await process.stdin.send_all(
-                    dump_json(asdict(evolve(self.order, marked=self.addresses.marked))) + b"\n"
-                )
+                await process.stdin.send_all(dump_json(asdict(self.order)) + b"\n")
             yield process
         finally:
             with trio.CancelScope(shield=True):
                 await _end(process)
 
-    async def _take(self, news: RayNews) -> None:
+    def _take(self, news: RayNews) -> None:
         for name, problem in news.problems.items():
             if self.problems.get(name) != problem:
                 logger.warning("machine %s of the Ray cluster: %s", name, problem)
-        self.problems = dict(news.problems)
-        if self.addresses.take(news, trio.current_time()):
-            logger.info("nodes of the Ray cluster: %s", self.addresses.urls)
-            await self.write()
-
-    async def write(self) -> None:
-        """Write the list."""
-        part = trio.Path(self.file.with_suffix(".part"))
-        await part.write_text(self.addresses.text())
-        await part.rename(self.file)
+        if news.nodes != self.urls:
+            logger.info("nodes of the Ray cluster: %s", news.nodes)
+        self.problems, self.urls = dict(news.problems), dict(news.nodes)
+        self.order = evolve(self.order, marked=self.order.marked or news.marked)
 
 
 async def lines_of(process: trio.Process) -> AsyncGenerator[RayNews, None]:
@@ -167,23 +147,17 @@ async def _end(process: trio.Process) -> None:
 
 
 @asynccontextmanager
-async def ray_nodes(order: RayOrder, folder: Path, report: Callable[[str], None]) -> AsyncIterator[RayNodes]:
+async def ray_nodes(order: RayOrder, folder: Path) -> AsyncIterator[RayNodes]:
     """The nodes of a Ray cluster, kept for as long as the block; they go on after it. Raises ConfigError
-    where there is no Ray cluster and no node is known from before.
+    where there is no Ray cluster.
     """
     check_ray()
     nodes = RayNodes(order=order, folder=folder)
-    with suppress(FileNotFoundError):
-        nodes.addresses = Addresses.read(await trio.Path(nodes.file).read_text())
-    await nodes.write()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(nodes.keep)
-        if nodes.addresses.urls:
-            report(f"{len(nodes.addresses.urls)} nodes are known from before: {nodes.file}")
-        else:
-            await nodes.answered.wait()
-            if nodes.error is not None:
-                raise ConfigError(f"--ray: {nodes.error}")
+        await nodes.answered.wait()
+        if nodes.error is not None:
+            raise ConfigError(f"--ray: {nodes.error}")
         yield nodes
         nursery.cancel_scope.cancel()
 
@@ -197,6 +171,5 @@ async def stop_nodes(order: RayOrder, folder: Path) -> int:
             if news.error is not None:
                 raise ConfigError(f"--ray: {news.error}")
             if news.stopped is not None:
-                await trio.Path(nodes.file).unlink(missing_ok=True)
                 return news.stopped
     raise ConfigError(f"the Ray driver ended without an answer: see {folder / 'ray-driver.log'}")

@@ -1,15 +1,13 @@
-"""Which machines of a Ray cluster have a node, what runs there, and which addresses the front is given.
+"""Which machines of a Ray cluster have a node, and what runs there.
 
-Pure, and shared by the front, the Ray driver and the actors: none of them imports another's waiting code. An
-address is forgotten only when Ray has answered without its machine for FORGET_S; a Ray that does not answer
-says nothing about any node.
+Pure, and shared by the launcher, the Ray driver and the actors: none of them imports another's waiting code.
 """
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Any, Final
 
-from attrs import asdict, define, field, frozen
+from attrs import asdict, field, frozen
 
 from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.limits import is_loopback
@@ -18,10 +16,6 @@ NAMESPACE: Final = "polarnode"  # of the actors, one on each machine
 # custom resource of `ray start`: where any machine has it, only such machines get a node
 RESOURCE: Final = "polarnode_host"
 LABEL: Final = "polarnode-host"  # label of `ray start`: the machine's name, if not its host name
-MARKED: Final = f"# only machines with the resource {RESOURCE}\n"
-# without a machine in Ray's list before its address is forgotten: a head that lost its memory lists none
-# until every machine was started again
-FORGET_S: Final = 900.0
 COMMAND: Final = (
     *("-m", "polarnode.cli", "--host", "{host}"),
     *("--port", "{port}", "--state-dir", "{state}"),
@@ -32,7 +26,7 @@ COMMAND: Final = (
 class RayOrder:
     """What the driver is to keep. `command`: arguments of Python for a node, in which {host}, {port} and
     {state} are replaced; `options` are appended. `orphan_s`: seconds that a node lives on which nobody holds
-    or follows.
+    and nobody needs. `log`: the DSN that the nodes share, which reaches them in their environment.
     """
 
     address: str
@@ -41,6 +35,7 @@ class RayOrder:
     options: tuple[str, ...] = ()
     command: tuple[str, ...] = COMMAND
     token: str | None = field(default=None, repr=False)
+    log: str = field(default="", repr=False)
     orphan_s: float = 300.0
     marked: bool = False  # machines had the custom resource before: only such machines count
     stop: bool = False  # end the nodes and their actors instead
@@ -134,43 +129,3 @@ def node_arguments(given: HostOrder, port: int, state: str) -> tuple[str, ...]:
     # Ray shows the actor its GPUs in CUDA_VISIBLE_DEVICES; a node counts among those
     mine = ("--gpus", f"0-{gpus - 1}") if gpus and "--gpus" not in given.order.options else ()
     return (*command, *mine, *given.order.options)
-
-
-# ── addresses ────────────────────────────────────────────────────────────
-
-
-@define(eq=False)
-class Addresses:
-    """The addresses by machine, and since when, on the caller's clock, Ray lists a machine no more."""
-
-    urls: dict[str, str] = field(factory=dict)
-    marked: bool = False  # as of RayOrder; for good, or the death of all marked machines would choose others
-    _missing: dict[str, float] = field(factory=dict, init=False)
-
-    def take(self, news: RayNews, now: float) -> bool:
-        """Ray answered; True if the list is another one. Call it for no other reason."""
-        nodes, before = news.nodes, (dict(self.urls), self.marked)
-        self.marked = self.marked or news.marked
-        for name in self.urls.keys() - nodes.keys():
-            if now - self._missing.setdefault(name, now) >= FORGET_S:
-                del self.urls[name]
-        self.urls |= nodes
-        self._missing = {name: since for name, since in self._missing.items() if name not in nodes}
-        return (self.urls, self.marked) != before
-
-    def text(self) -> str:
-        """As a file with a list of nodes."""
-        lines = [f"# {name}\n{url}\n" for name, url in sorted(self.urls.items())]
-        head = ["# nodes of a Ray cluster, written by its front: do not edit\n", MARKED * self.marked]
-        return "".join(head + lines)
-
-    @classmethod
-    def read(cls, text: str) -> "Addresses":
-        """What `text` wrote."""
-        found, name = cls(marked=MARKED in text), ""
-        for line in text.splitlines():
-            if line.startswith("# "):
-                name = line[2:]
-            elif line:
-                found.urls[name] = line
-        return found

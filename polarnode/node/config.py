@@ -130,8 +130,8 @@ class NodeConfig:
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     # file that whoever started the node holds a lock on; None: the node lives until it is stopped
     lifeline: str | None = None
-    # seconds without that lock, and without a front that follows the node, before it ends by itself: a
-    # machine with the front and Ray's head is back in less, and GPUs are lost to nobody for longer
+    # seconds without that lock, and without work in the node's log, before it ends by itself: a machine
+    # with Ray's head is back in less, and GPUs are lost to nobody for longer
     orphan_s: float = 300.0
     # images and containers; None: one per user, shared by nodes so that images are built once
     podman_dir: str | None = None

@@ -1,143 +1,132 @@
-"""`polarnode fleet`: its refusals, its table, and draining, against a front that runs."""
+"""`polarnode fleet`: its refusals, its table, draining, and two nodes of this machine on a PostgreSQL."""
 
 import io
-import socket
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import trio
 from click.testing import CliRunner
-from fleet_kit import hollow_nodes
-from polarnode.fleet.config import FleetConfig
-from polarnode.fleet.front import Front, open_front
-from polarnode.fleet.routes import FrontRoutes, exposition, fleet_status
-from polarnode.fleet.serving import ask_again, listed
-from polarnode.fleet.streams import StreamRoutes
-from quart_trio import QuartTrio
+from postgres_kit import running_cluster
 from rich.console import Console
 
-from polarnode.api.app import Extension, control_plane
 from polarnode.cli import fleet, fleet_run, main
-from polarnode.cli.progress import Steps
 from polarnode.core.errors import ConfigError
-from polarnode.fleet import serving
-from polarnode.http.server import Address, open_server
 
-PIN = "ab12" * 16
+DSN = "postgresql://me@10.0.0.1/polarnode"
+KITS = Path(__file__).parents[1] / "kits"
 
 
-def test_what_cannot_work_is_one_sentence() -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "dsn"
     for arguments, words in (
-        ([], "name the nodes"),
-        (["--nodes", "10.0.0.5"], "give addresses such as"),
-        (["--nodes", "https://10.0.0.5#ab12"], "64 hexadecimal digits, not 4 characters"),
-        (["--nodes", f"http://10.0.0.5#{PIN}"], "only an https address shows a certificate"),
-        (["--nodes", "http://a:1", "--host", "0.0.0.0"], "set POLARNODE_TOKEN"),
-        (["--nodes", "http://a:1", "--token", ""], "token must be printable ASCII, not empty"),
-        (["--nodes", "http://a:1", "--node-token", " x"], "--node-token must be printable ASCII"),
+        ([], "say where the nodes run"),
+        (["--local", "2", "--ray", "auto", "--log", DSN], "one of them"),
+        (["--local", "2"], "name the PostgreSQL that the nodes share"),
+        (["--local", "2", "--log", "postgresql://me:pw@h/d"], "--log must not hold a password"),
+        (["--local", "2", "--log", f"@{secret}"], "cannot be read"),
+        (["--local", "2", "--log", "no dsn"], "log must be a DSN of libpq"),
+        (["--stop"], "give its address with --ray"),
     ):
-        found = CliRunner().invoke(main, ["fleet", *arguments], env={"POLARNODE_TOKEN": ""})
-        assert found.exit_code == 1, found.output
-        assert words in found.output
-    assert "polarnode fleet drain" in CliRunner().invoke(main, ["fleet", "--help"]).output
+        found = CliRunner().invoke(main, ["fleet", *arguments], env={"POLARNODE_LOG": ""})
+        assert found.exit_code in (1, 2), found.output
+        assert words in " ".join(found.output.split()), found.output
+        assert "pw" not in found.output
     assert set(fleet.fleet.commands) == {"status", "drain"}
 
 
-async def test_the_list_of_nodes_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "nodes"
-    file.write_text(f"# ours\nhttp://10.0.0.1:8080/\nhttps://10.0.0.2:8443#{PIN}\n\n")
-    config = FleetConfig(nodes=(f"@{file}", "http://10.0.0.3:1", "dns:localhost:9"))
-
-    async def resolved(name: str, port: int, **_: object) -> list[object]:
-        await trio.lowlevel.checkpoint()
-        assert (name, port) == ("localhost", 9)
-        return [(0, 0, 0, "", ("::1", 9, 0, 0)), (0, 0, 0, "", ("127.0.0.1", 9))]
-
-    monkeypatch.setattr(trio.socket, "getaddrinfo", resolved)
-    assert await listed(config) == {
-        "http://10.0.0.1:8080": "",
-        "https://10.0.0.2:8443": PIN,
-        "http://10.0.0.3:1": "",
-        "http://127.0.0.1:9": "",
-        "http://[::1]:9": "",
-    }
-
-
-def app_of(front: Front) -> QuartTrio:
-    rows = (
-        *FrontRoutes(front=front).rows(),
-        *StreamRoutes(roster=front.roster, nursery=front.nursery).rows(),
-    )
-    return control_plane((), token=None, extensions=(Extension(rows=rows),))
-
-
-async def test_a_fleet_is_shown_and_a_node_drained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with hollow_nodes(tmp_path, 2) as nodes:
-        config = FleetConfig(nodes=tuple(node.url for node in nodes), state_dir=str(tmp_path / "front"))
-        async with (
-            open_front(config, ask_again) as front,
-            open_server(app_of(front), Address(host="127.0.0.1", port=0)) as address,
-        ):
-            url = f"http://127.0.0.1:{address.port}"
-            with trio.fail_after(30):
-                while len(front.roster.in_state("up")) < 2:  # noqa: ASYNC110
-                    await trio.sleep(0.05)
-            front.lost["node-1"] = 1234
-            await trio.to_thread.run_sync(lambda: fleet_run.status(url, None, as_json=False))
-            shown = capsys.readouterr().out
-            assert "in office" in shown
-            assert shown.count(" up ") == 2
-            assert "lost, re-run" in shown
-            assert [line.split()[-1] for line in shown.splitlines() if " up " in line] == ["0", "1234"]
-            assert " model " not in shown, "there is one"
-            await trio.to_thread.run_sync(lambda: fleet_run.drain("node-1", url, None, back=False))
-            with trio.fail_after(10):
-                while not front.roster.in_state("draining", "left"):  # noqa: ASYNC110
-                    await trio.sleep(0.05)
-            await trio.to_thread.run_sync(lambda: fleet_run.drain("node-1", url, None, back=True))
-            assert "takes tasks again" in capsys.readouterr().out
-            # a node has the route too, for its front: it would drain itself, whatever name is given
-            with pytest.raises(ConfigError, match="is a node, not a fleet"):
-                await trio.to_thread.run_sync(
-                    lambda: fleet_run.drain("node-1", nodes[0].url, None, back=False)
-                )
-            assert b"polarnode_fleet_slots" in exposition(front)
-            assert fleet_status(front)["node"] == "fleet"
-
-
-def test_a_taken_port_is_said_before_nodes_are_asked(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        arguments = ["--nodes", "http://127.0.0.1:1", "--port", str(taken.getsockname()[1])]
-        arguments += ["--state-dir", str(tmp_path / "state")]
-        found = CliRunner().invoke(main, ["fleet", *arguments])
-    assert "choose another with --port" in found.output
-
-
-async def test_how_many_nodes_are_up_is_shown_until_all_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_run, "SHOWN_S", 3.0)
-    monkeypatch.setattr(serving, "ASKED_S", 0.2)
-    lines, console = list[str](), Console(file=io.StringIO(), width=200)
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        async with hollow_nodes(tmp_path, 1) as nodes:
-            file = tmp_path / "nodes"
-            file.write_text(f"{nodes[0].url}\n")
-            config = FleetConfig(nodes=(f"@{file}",), state_dir=str(tmp_path / "front"))
-            async with open_front(config, ask_again) as front:
-                with trio.fail_after(30):
-                    await fleet_run.show_up(front, Steps(lines.append), console)
-                    assert lines[-1] == "1 of 1 nodes are up"
-                    file.write_text(f"{nodes[0].url}\n{away}\n")
-                    while len(front.roster.members) < 2:  # noqa: ASYNC110
-                        await trio.sleep(0.05)
-                await fleet_run.show_up(front, Steps(lines.append), console)
-    assert lines[-1] == "1 of 2 nodes are up"
+def test_table_shows_each_node() -> None:
+    nodes = [
+        {"name": "a", "url": "http://a:1", "state": "alive", "running": 3, "serving": {"": "v7"}}
+        | {"labels": {"gpu": "h100", "node": "a"}},
+        {"name": "b", "url": "http://b:1", "state": "lost", "running": 0, "serving": {}, "labels": {}},
+        {"name": "c", "url": "http://c:1", "state": "alive", "running": 1, "draining": True},
+    ]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(fleet_run.nodes_table(nodes))
     assert isinstance(console.file, io.StringIO)
-    [told] = console.file.getvalue().splitlines()
-    assert told.startswith(f"· {away} is ")
-    assert "does not answer" in told
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert lines[1] == ["a", "http://a:1", "alive", "3", "v7", "gpu=h100"]
+    assert lines[2] == ["b", "http://b:1", "lost", "0", "–"]
+    assert lines[3][2] == "draining"
+    assert lines[4] == ["3", "nodes"]
+
+
+def test_status_of_a_node_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asked(*_: object) -> dict[str, Any]:
+        return {"node": "n"}
+
+    monkeypatch.setattr(fleet_run, "_asked", asked)
+    with pytest.raises(ConfigError, match="is a node alone"):
+        fleet_run.status("http://h:1", None, as_json=False)
+
+
+def _ask(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)
+    except OSError:
+        return None
+
+
+def _until(holds: Callable[[], Any], told: Callable[[], str]) -> Any:
+    end = time.monotonic() + 120
+    while not (found := holds()):
+        assert time.monotonic() < end, told()
+        time.sleep(0.2)
+    return found
+
+
+def test_local_nodes_share_a_log(tmp_path: Path) -> None:
+    """The log is away when they start: they wait, say so, and none of it is on a command line."""
+    with running_cluster() as cluster:
+        dsn = f"{cluster.database(())} password=very-secret"
+        cluster.stop()
+        program = KITS / "hollow_cli.py"
+        out = tmp_path / "out"
+        env = {
+            **os.environ,
+            "POLARNODE_LOG": dsn,
+            "PYTHONPATH": f"{KITS.parents[1]}:{KITS}",
+            "POLARNODE_MEMORY_RESERVE_MB": "1",
+            "POLARNODE_DISK_RESERVE_MB": "1",
+        }
+        arguments = ["fleet", "--local", "2", "--cpu", "--state-dir", str(tmp_path / "state")]
+        with out.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(program), *arguments], env=env, stdout=file, stderr=file, cwd=tmp_path
+            )
+
+        def told() -> str:
+            logs = [each.read_text() for each in (tmp_path / "state/nodes").glob("*.log")]
+            return "\n".join([out.read_text(), *logs])
+
+        try:
+            urls = _until(lambda: re.findall(r"starts at (http\S+)", out.read_text()), told)
+            assert len(urls) == 2
+            waiting = _until(lambda: "waiting for the log" in told().partition("starts at")[2], told)
+            assert waiting
+            cluster.start()
+            rows = _until(lambda: "2 of 2 nodes take sessions" in out.read_text(), told)
+            assert rows
+            for url in urls:
+                _until(lambda url=url: (_ask(f"{url}/readyz") or {}).get("ready"), told)
+            lines = [
+                (path / "cmdline").read_bytes()
+                for path in Path("/proc").iterdir()
+                if path.name.isdigit() and (path / "cmdline").exists()
+            ]
+            assert any(str(tmp_path).encode() in line for line in lines)
+            assert not any(b"very-secret" in line for line in lines)
+            assert "very-secret" not in told()
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0, told()

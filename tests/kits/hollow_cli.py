@@ -7,12 +7,14 @@ memory. A model's folder is the embedded one's.
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import fakes_runtime
 from hollow_node import HollowEngine, HollowImages, HollowRuntimes, hollow
 
 from polarnode.cli.main import main
+from polarnode.fleet import local_nodes
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.node import checks, opening
 from polarnode.node.config import TINY_MODEL
@@ -49,5 +51,6 @@ if __name__ == "__main__":
     }
     vars(opening).update(patched)
     vars(checks)["refuse_unfit"] = lambda config: None  # no GPU and no Podman is needed
+    vars(local_nodes)["NODE"] = (str(Path(__file__)),)  # those that it starts are hollow too
     arguments = [str(TINY_MODEL) if each.startswith("/models/") else each for each in sys.argv[1:]]
     main(arguments)
