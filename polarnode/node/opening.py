@@ -209,7 +209,7 @@ async def open_node(
                     config, journal, log, engines, runtimes, images, judges, model, plane, scoring
                 ) as scheduler,
             ):
-                await recover(journal, scheduler, _facts(config, url), report)
+                await recover(journal, scheduler, _facts(config, url, model.name), report)
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
@@ -319,7 +319,7 @@ async def _open_log(config: NodeConfig, journal: Journal, report: Report) -> Asy
         yield log
 
 
-def _facts(config: NodeConfig, url: str) -> NodeFacts:
+def _facts(config: NodeConfig, url: str, model: str) -> NodeFacts:
     """What the other nodes are told of this one."""
     certificate = control_certificate(config)
     return NodeFacts(
@@ -327,7 +327,7 @@ def _facts(config: NodeConfig, url: str) -> NodeFacts:
         url=url,
         certificate="" if certificate is None else certificate.digest,
         version=version("polarnode"),
-        labels=every_label(config.labels, node=config.node_id, model=config.model),
+        labels=every_label(config.labels, node=config.node_id, model=model),
     )
 
 

@@ -144,7 +144,9 @@ def test_old_fleets_journal_is_refused(cluster: Cluster, tmp_path: Path) -> None
     with sqlite3.connect(path) as db:
         db.execute("INSERT INTO held VALUES ('s', 't', x'00', NULL)")
     dsn = empty(cluster)
-    assert "several journals of an old fleet" in " ".join(run("--log", dsn, "--from", str(path)).output.split())
+    assert "several journals of an old fleet" in " ".join(
+        run("--log", dsn, "--from", str(path)).output.split()
+    )
     with psycopg.connect(dsn) as log:
         assert log.execute("SELECT count(*) FROM polarnode.tasks").fetchone() == (0,)
 

@@ -118,7 +118,7 @@ def _copy(db: Database, journal: sqlite3.Connection) -> None:
         ("events", EVENTS, _events(journal)),
         ("consumers", "name, position, moved, heard", journal.execute(CONSUMERS)),
         ("marks", "position, at", journal.execute("SELECT seq, at FROM marks")),
-        ("weights", "version, adapter, at, body", _weights(journal)),
+        ("weights", "model, version, adapter, at, body", _weights(journal)),
         ("callbacks", "position, task_id, url", journal.execute("SELECT seq, task_id, url FROM callbacks")),
         ("evaluations", "evaluation_id, idempotency_key, submitted, spec", _evaluations(journal)),
         (
@@ -315,11 +315,14 @@ def _weights(journal: sqlite3.Connection) -> Iterator[Sequence[Any]]:
         try:
             check(expected, version, at, body)
             with decoding():
-                adapter = adapter_of(read_json(body))
+                value = read_json(body)
+                adapter = adapter_of(value)
         except Unreadable as error:
             raise _damaged("weights", version, error) from error
         if version not in known:  # the first row of a version is its own, as in the log
-            yield version, adapter, at, body
+            # the label `model` of the nodes that serve it is the name of the checkpoint's folder
+            path = value.get("model") if isinstance(value, dict) else None
+            yield Path(str(path or "")).name, version, adapter, at, body
         known.add(version)
 
 
