@@ -72,8 +72,8 @@ async def _serve_local(
         **({} if token is None else {"POLARNODE_TOKEN": token}),
     }
     async with (
-        trio.open_nursery() as nursery,
         local_nodes(count, state / "nodes", options, environment, prefix=prefix) as nodes,
+        trio.open_nursery() as nursery,
     ):
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
@@ -151,9 +151,9 @@ async def _serve_ray(order: RayOrder, state: Path, console: Console) -> None:
         await nursery.start(stop_on_signals, stop)
         nursery.start_soon(steps.show)
         steps.report(f"asking Ray at {order.address} for its machines")
-        async with ray_nodes(order, state) as nodes:
+        async with ray_nodes(order, state) as nodes, trio.open_nursery() as looking:
             console.print("· nodes go on when this command ends; --stop ends them", style="dim")
-            nursery.start_soon(show_machines, nodes, steps, console)
+            looking.start_soon(show_machines, nodes, steps, console)
             await requested(stop)
             nursery.cancel_scope.cancel()
 
