@@ -7,19 +7,14 @@ Which harnesses run is chosen as in `test_forks_live.py`.
 import json
 import os
 import signal
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from forking_kit import RESUMING, forking_program, parameters, prompt, task, told, trained
-from live_kit import PATIENCE_S, PROGRAM, TOKEN, ServingNode, free_port, serving, short_temporary, until
+from live_kit import free_port, serving, short_temporary
 
-from polarnode.client import PolarnodeClient, Unreachable
 from polarnode.core.trajectory import Trajectory, Turn
-from polarnode.journal.queries import turns
-from polarnode.journal.schema import connect
 from polarnode.providers.volatile import RESUME_MARKER
 
 pytestmark = [pytest.mark.podman, pytest.mark.harness]
@@ -70,55 +65,3 @@ def test_a_session_goes_on_where_its_node_was_killed(
             assert lost.retried_as is not None
             assert lost.outcome.status == "interrupted"
             check_continued(name, lost.turns, node.finished(lost.retried_as))
-
-
-@contextmanager
-def fronting(folder: Path, nodes: Sequence[ServingNode]) -> Iterator[PolarnodeClient]:
-    """The front of these nodes, once it sends them tasks."""
-    port, urls = free_port(), ",".join(f"http://127.0.0.1:{node.port}" for node in nodes)
-    with (folder / "front.txt").open("wb") as said:
-        front = subprocess.Popen(
-            [*PROGRAM, "fleet", "--nodes", urls, "--port", str(port), "--state-dir", str(folder / "front")],
-            env={**os.environ, "POLARNODE_TOKEN": TOKEN},
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-        )
-    client = PolarnodeClient(f"http://127.0.0.1:{port}", token=TOKEN, patience_s=PATIENCE_S)
-
-    def all_up() -> bool:
-        assert front.poll() is None, (folder / "front.txt").read_text()[-3000:]
-        with suppress(Unreachable):
-            return {node["state"] for node in client.status()["nodes"]} == {"up"}
-        return False
-
-    try:
-        until(all_up, "every node takes tasks")
-        yield client
-    finally:
-        front.kill()
-        front.wait()
-
-
-def test_a_session_goes_on_at_the_second_home_when_its_node_was_killed(
-    podman_works: None, tmp_path: Path
-) -> None:
-    with ExitStack() as stack:
-        temporary = stack.enter_context(short_temporary())
-        program = forking_program(tmp_path, warm=0)
-        nodes = [
-            stack.enter_context(serving(tmp_path / name, temporary, program=program)) for name in ("a", "b")
-        ]
-        front = stack.enter_context(fronting(tmp_path, nodes))
-        front.submit(task("pi", "slow-8", task_id="t", snapshot_at={"every": EVERY}))
-        [home] = [node for node in nodes if node.status()["sessions"]]
-        [second] = [node for node in nodes if node is not home]
-        name = str(home.client.task("t")["sessions"][0]["session_id"])
-        until(lambda: [*(second.state_dir / "sessions.copies").glob("*.copy")], "a snapshot is copied")
-        os.kill(home.process.pid, signal.SIGKILL)
-        home.process.wait()
-        until(lambda: front.task("t")["finished"], "the task is over")
-        found = second.finished(str(second.client.task("t")["sessions"][0]["session_id"]))
-        assert found.session_id != name
-        with closing(connect(home.state_dir / "journal.sqlite", read_only=True)) as db:
-            check_continued(name, turns(db, name), found)
