@@ -68,6 +68,7 @@ class PlaceTable:
     incarnation: int = 0
     open_places: int = field(default=0, init=False)
     _tasks: dict[str, _Task] = field(factory=dict, init=False)
+    _keys: set[str] = field(factory=set, init=False)  # the tasks' idempotency keys
     # by priority, the numbers of tasks with places to run, and their ids
     _waiting: dict[int, list[tuple[int, str]]] = field(factory=dict, init=False)
     _to_end: dict[str, None] = field(factory=dict, init=False)  # tasks with queued places to end, by id
@@ -130,14 +131,15 @@ class PlaceTable:
         self._numbers += 1
         task = _Task(self._numbers, task_id, spec, submitted, idempotency_key, places)
         self._tasks[task_id] = task
+        if idempotency_key is not None:
+            self._keys.add(idempotency_key)
         self.open_places += len(places)
         self._requeue(task)
         return task
 
     def has(self, task_id: str, idempotency_key: str | None) -> bool:
         """Whether a task of this id, or of this key, has places that are not over."""
-        keys = (task.idempotency_key for task in self._tasks.values())
-        return task_id in self._tasks or (idempotency_key is not None and idempotency_key in keys)
+        return task_id in self._tasks or idempotency_key in self._keys
 
     def cancel(self, task_id: str) -> bool:
         """Cancel a task; False where it has no place that is not over."""
@@ -256,6 +258,8 @@ class PlaceTable:
         if task.places:
             return "now"
         del self._tasks[claim.task_id]
+        if task.idempotency_key is not None:
+            self._keys.discard(task.idempotency_key)
         self._stopped.pop(claim.task_id, None)
         return "last"
 

@@ -120,17 +120,15 @@ class SqliteLog:
     ) -> TaskRecord:
         check_names(spec, task_id, session_ids, idempotency_key)
         while True:
-            await self.journal.flushed()
-            known = None if idempotency_key is None else await self.journal.task_of_key(idempotency_key)
+            known = await self.journal.query(_known_task, task_id, idempotency_key)
             if known is not None:
-                return known
-            known = await self.journal.task(task_id)
-            if known is not None:
-                if dump_json(task_json(known.spec)) == dump_json(task_json(spec)):
+                of_key = idempotency_key is not None and known.idempotency_key == idempotency_key
+                if of_key or dump_json(task_json(known.spec)) == dump_json(task_json(spec)):
                     return known
                 raise Conflict(f"task {task_id} exists with another spec: choose another task_id")
-            if not self._places.has(task_id, idempotency_key):  # another call was first, meanwhile
+            if not self._places.has(task_id, idempotency_key):
                 break
+            await self.journal.flushed()  # another call was first, and its task is on its way to the disk
         self._places.submit(
             spec,
             task_id=task_id,
@@ -148,9 +146,17 @@ class SqliteLog:
         )
         self._news.tell()
         await self.journal.commit(entry)
-        record = await self.journal.task(task_id)
-        assert record is not None
-        return record
+        return TaskRecord(
+            task_id=task_id,
+            group_id=spec.group_id or task_id,
+            spec=spec,
+            idempotency_key=idempotency_key,
+            submitted=submitted,
+            sessions=tuple(
+                SessionRecord(session_id=session_id, task_id=task_id, sample_index=index)
+                for index, session_id in enumerate(session_ids)
+            ),
+        )
 
     async def claim(self, offer: Offer) -> tuple[Claim, ...]:
         await trio.lowlevel.checkpoint()
@@ -622,6 +628,12 @@ def _entry(ended: Ended, apply: Callable[[Connection], None]) -> Entry:
         apply(db)
 
     return Entry(2 * ROW_BYTES + ended.size, write)
+
+
+def _known_task(db: Connection, task_id: str, idempotency_key: str | None) -> TaskRecord | None:
+    """The task of this key, or else of this id."""
+    of_key = None if idempotency_key is None else queries.task_of_key(db, idempotency_key)
+    return of_key or queries.task(db, task_id)
 
 
 def _published(ended: Ended, retried_as: str | None = None) -> PublishedSession:

@@ -1,17 +1,22 @@
 """What the log of a node alone does beside the contract: what a restart finds, and how claims cost."""
 
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import trio
 from journal_samples import make_spec
 from log_kit import NOW, claim, end, join, open_sqlite, submit
 
 from polarnode.core.cursors import Cursor
 from polarnode.core.task import GroupSpec
-from polarnode.journal.journal import open_journal
+from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.place_table import PlaceTable
 from polarnode.journal.log.port import FILLED, NodeFacts, Offer
 from polarnode.journal.log.sqlite import SqliteLog
+from polarnode.journal.writer import Writer
 
 
 async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
@@ -94,6 +99,42 @@ async def test_node_alone_watches_nobody(tmp_path: Path) -> None:
         await log.leave(node)
         assert not await log.sign(node)
         assert await log.nodes() == ()
+
+
+async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session costs its node no more reads and transactions than its rows need."""
+    counts = Counter[str]()
+
+    def count(owner: type, name: str) -> None:
+        usual = getattr(owner, name)
+
+        def counted(self: Any, *args: Any, **more: Any) -> Any:
+            counts[name] += 1
+            return usual(self, *args, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    async with open_sqlite(tmp_path / "journal.sqlite") as log:
+        node = await join(log)
+        count(Journal, "query")
+        count(Writer, "_commit")
+        await submit(log, "t", key="k")
+        assert counts == {"query": 1, "_commit": 1}, "whether the task is known, and its row"
+        counts.clear()
+        (held,) = await claim(log, node)
+        assert not counts
+        assert await log.finish(held, end(held)) == "last"
+        assert counts == {"_commit": 1}
+
+
+async def test_submit_at_once_is_one_task(tmp_path: Path) -> None:
+    async with open_sqlite(tmp_path / "journal.sqlite") as log:
+        await join(log)
+        async with trio.open_nursery() as nursery:
+            for name in ("a", "b", "c"):
+                nursery.start_soon(partial(submit, log, name, key="k"))
+        assert log.open_places == 1
+        assert len(await log.tasks()) == 1
 
 
 def test_claim_beyond_first_tasks_looked_at() -> None:
