@@ -442,7 +442,13 @@ async def _open_sessions(
 async def _open_evaluations(
     config: NodeConfig, journal: Journal, scheduler: Scheduler
 ) -> AsyncIterator[Evaluations]:
-    evaluations = Evaluations(services=scheduler.services, journal=journal, workers=config.post_limit)
+    evaluations = Evaluations(
+        services=scheduler.services,
+        journal=journal,
+        log=scheduler.log,
+        incarnation=lambda: scheduler.incarnation,
+        workers=config.post_limit,
+    )
     async with open_background(evaluations.run):
         yield evaluations
 

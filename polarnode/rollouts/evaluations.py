@@ -3,7 +3,8 @@
 An evaluator that reads turns alone needs the journal. One that works in the session's workspace gets it made
 again: a prepared container with the workdir that was kept. Invariants: a later reward is an event of its own
 and changes nothing that was published; a session that was cut off gets no reward, as it got none at first;
-whatever an evaluation comes to is said once, in its status and in an event, so that nobody waits.
+whatever an evaluation comes to is said once, in its status and in an event, so that nobody waits. The
+evaluations of a node that is lost are another's.
 """
 
 import logging
@@ -11,6 +12,7 @@ import math
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from hashlib import sha256
@@ -36,7 +38,6 @@ from polarnode.core.errors import (
     Busy,
     Conflict,
     JournalDamaged,
-    JournalError,
     PolarnodeError,
     Refused,
     RuntimeFault,
@@ -48,9 +49,8 @@ from polarnode.core.task import CAPTURE, EvaluationSpec, EvaluatorSpec, HarnessS
 from polarnode.core.trajectory import Outcome, Status, Trajectory
 from polarnode.evaluators import registry
 from polarnode.evaluators.contract import Evaluator, Kept
-from polarnode.journal import entries
-from polarnode.journal.entries import Entry, evaluation_entry, refusal_entry, reward_entry
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import Log, LogAway
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.admission import insist_writable
 from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
@@ -66,6 +66,9 @@ MOST_OPEN = 64
 RETRY_S = 10.0  # a session of an evaluation takes seconds
 # between two looks for kept workspaces that the journal has forgotten the sessions of: retention is in hours
 SWEEP_S = 3600.0
+# between two looks for evaluations of nodes that are lost: a lease is as long
+TAKE_S = 4.0
+AWAY_S = 1.0  # before the log is asked again: only who waits for a reward waits
 UNKNOWN = "it is not in this node's journal: it never was, or retention has pruned it"
 SPENT = ("run", "turns", "tokens", "repeats")  # clocks of a run
 
@@ -78,15 +81,19 @@ class Evaluations:
     """Evaluates finished sessions again, without inference. Whatever comes of it is an event beside the
     session's trajectory, which stays as it was.
 
-    What was accepted is in the journal, and is gone on with after a restart. Rollouts come first: a worker
-    takes a place in a stage when no session waits for it. `workers`: sessions evaluated at once.
+    What was accepted is in the log, and is gone on with after a restart, or by another node. Rollouts come
+    first: a worker takes a place in a stage when no session waits for it. `workers`: sessions evaluated at
+    once. `incarnation`: the node's own, now.
     """
 
     services: NodeServices
-    journal: Journal
+    journal: Journal  # of this node: its disk, its clock
+    log: Log
+    incarnation: Callable[[], int]
     workers: int
     _accepting: trio.Lock = field(factory=trio.Lock, init=False)  # requests with one key are one evaluation
     _left: Counter[str] = field(factory=Counter, init=False)  # sessions not settled, by evaluation
+    _settled: int = field(default=0, init=False)  # sessions, since the node's start
     _queue: Queue = field(factory=lambda: trio.open_memory_channel[Pending](math.inf), init=False)
 
     async def accept(self, spec: EvaluationSpec, *, idempotency_key: str | None) -> EvaluationStatus:
@@ -95,15 +102,17 @@ class Evaluations:
         """
         async with self._accepting:
             key = idempotency_key or None
-            found = await self.journal.query(entries.evaluation, None, key) if key else None
+            found = await self.log.evaluation(None, key) if key else None
             if found is None:
-                return await self._taken(spec, key)
+                found = await self._taken(spec, key)
+            else:
+                found = evolve(found, created=False)
             if found.spec != spec:
                 raise Conflict(
                     f"evaluation {found.evaluation_id} was requested before with another body: give this one"
                     " its own Idempotency-Key"
                 )
-            return evolve(found, created=False)
+            return found
 
     async def _taken(self, spec: EvaluationSpec, idempotency_key: str | None) -> EvaluationStatus:
         insist_writable(self.journal.statistics(), "send the evaluation again")
@@ -113,34 +122,29 @@ class Evaluations:
             self._evaluator(spec.evaluator)
         sessions = await self._standing(spec)
         evaluation_id = f"evaluation-{new_id()}"
-        self.journal.write(
-            evaluation_entry(
-                spec,
-                sessions,
-                evaluation_id=evaluation_id,
-                idempotency_key=idempotency_key,
-                now=self.journal.now(),
-            )
+        accepted = await self.log.submit_evaluation(
+            spec,
+            sessions,
+            evaluation_id=evaluation_id,
+            idempotency_key=idempotency_key,
+            incarnation=self.incarnation(),
+            now=self.journal.now(),
         )
-        await self.journal.flushed()
-        accepted = await self.status(evaluation_id)
-        if accepted is None:
-            raise JournalError("the evaluation could not be written: look at the journal's disk")
+        if accepted.evaluation_id != evaluation_id:  # another node was first with this key
+            return evolve(accepted, created=False)
         self._enqueue(accepted)
         return accepted
 
     async def _standing(self, spec: EvaluationSpec) -> dict[str, str | None]:
         """Why each session cannot be evaluated, None where it can. Refused where none can."""
-        ids = tuple(dict.fromkeys(spec.sessions)) or await self.journal.query(
-            entries.places_of, spec.task_id, spec.group_id
-        )
+        ids = tuple(dict.fromkeys(spec.sessions)) or await self.log.places_of(spec.task_id, spec.group_id)
         name = spec.task_id or spec.group_id or ""
         path = "$.sessions" if spec.sessions else "$.group_id" if spec.task_id is None else "$.task_id"
         if not 0 < len(ids) <= MAX_EVALUATED:
             raise Refused(
                 f"{name} has {len(ids)} sessions in this journal: name 1 to {MAX_EVALUATED}", path=path
             )
-        over = await self.journal.query(entries.standing, ids)
+        over = await self.log.session_ends(ids)
         why = {True: None, False: "it is not over: send it when its trajectory has come", None: UNKNOWN}
         found = {each: why[over.get(each)] for each in ids}
         if None not in found.values():
@@ -154,7 +158,7 @@ class Evaluations:
 
     async def status(self, evaluation_id: str) -> EvaluationStatus | None:
         """An evaluation's progress; None for an unknown one."""
-        return await self.journal.query(entries.evaluation, evaluation_id)
+        return await self.log.evaluation(evaluation_id)
 
     def statistics(self) -> dict[str, int]:
         """How many evaluations are not finished, and how many sessions they have left."""
@@ -164,7 +168,7 @@ class Evaluations:
 
     async def run(self, ready: trio.Event) -> None:
         """Evaluate what is pending, and what is accepted, until cancelled."""
-        for record in await self.journal.query(entries.pending_evaluations):
+        for record in await self.log.pending_evaluations(self.incarnation()):
             self._enqueue(record)
         folder = self.services.log_dir
         for each in folder.glob(f"{RESTORING}*"):  # of an earlier run of the node, which was killed
@@ -172,6 +176,8 @@ class Evaluations:
         ready.set()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._sweep)
+            if self.log.shared:
+                nursery.start_soon(self._take_over)
             for _ in range(self.workers):
                 nursery.start_soon(self._work)
 
@@ -181,27 +187,59 @@ class Evaluations:
                 self._left[record.evaluation_id] += 1
                 self._queue[0].send_nowait((record, each.session_id))
 
+    async def _take_over(self) -> None:
+        """Go on with what nodes accepted that are lost, this one before it joined again among them."""
+        while True:
+            await trio.sleep(TAKE_S)
+            before = self._settled
+            with suppress(LogAway):
+                found = await self.log.pending_evaluations(self.incarnation())
+                if before != self._settled:
+                    continue  # what was read may say that it is pending still
+                for record in found:
+                    if record.evaluation_id not in self._left:
+                        self._enqueue(record)
+
     async def _work(self) -> None:
         async for record, session_id in self._queue[1]:
-            try:
-                entry = await self._entry(record, session_id)
-            except Exception as error:
-                # the isolation edge: one session's bug never stops the others, or the node
-                logger.exception("the evaluation of session %s met a bug", session_id)
-                why = f"a bug of the node, see its log: {type(error).__name__}: {error}"
-                entry = refusal_entry(record.evaluation_id, session_id, why)
-            self.journal.write(entry)
             # of a damaged journal: status says so, and the node goes on
             with suppress(JournalDamaged):
-                await self.journal.flushed()
+                await self._settle(record, session_id)
+            self._settled += 1
             self._left[record.evaluation_id] -= 1
             self._left += Counter()  # drops those at 0
 
-    async def _entry(self, record: EvaluationStatus, session_id: str) -> Entry:
-        trajectory = await self.journal.trajectory(session_id)
+    async def _settle(self, record: EvaluationStatus, session_id: str) -> None:
+        """Evaluate one session, and write what came of it, however long the log is away."""
+        given: RewardEvent | str | None = None
+        while True:
+            try:
+                if given is None:
+                    given = await self._given(record, session_id)
+                if isinstance(given, str):
+                    await self.log.refuse_evaluation(record.evaluation_id, session_id, given)
+                else:
+                    await self.log.reward(given)
+                return
+            except LogAway as away:
+                logger.warning("the evaluation of session %s waits: %s", session_id, away)
+                await trio.sleep(AWAY_S)
+
+    async def _given(self, record: EvaluationStatus, session_id: str) -> RewardEvent | str:
+        """What a session is given, or why it gets nothing. Raises LogAway where that is not known now."""
+        try:
+            return await self._reward(record, session_id)
+        except LogAway:
+            raise
+        except Exception as error:
+            # the isolation edge: one session's bug never stops the others, or the node
+            logger.exception("the evaluation of session %s met a bug", session_id)
+            return f"a bug of the node, see its log: {type(error).__name__}: {error}"
+
+    async def _reward(self, record: EvaluationStatus, session_id: str) -> RewardEvent | str:
+        trajectory = await self.log.trajectory(session_id)
         if record.spec is None or trajectory is None:
-            why = UNKNOWN if trajectory is None else "the evaluation's row is damaged: send it again"
-            return refusal_entry(record.evaluation_id, session_id, why)
+            return UNKNOWN if trajectory is None else "the evaluation's row is damaged: send it again"
         given = RewardEvent(
             session_id=session_id,
             task_id=trajectory.task_id,
@@ -218,18 +256,18 @@ class Evaluations:
             digest = sha256(dump_json(plain(spec))).hexdigest()[:16]
             given = evolve(given, evaluator=order.evaluator.name, evaluator_digest=digest)
             result = await self._result(order, trajectory)
+        except LogAway:
+            raise
         except PolarnodeError as error:
             result = Result(outcome=fault_outcome(error))
-        return reward_entry(evolve(_with_result(given, result), given=self.journal.now()))
+        return evolve(_with_result(given, result), given=self.journal.now())
 
     async def _order(self, spec: EvaluationSpec, trajectory: Trajectory) -> SessionOrder:
         """The session's order, made again. Raises Refused or Unreadable where that is impossible."""
-        task = await self.journal.task(trajectory.task_id)
+        task = await self.log.task(trajectory.task_id)
         if trajectory.damaged or task is None or task.damaged is not None:
             part = trajectory.damaged[0].part if trajectory.damaged else "task"
-            raise Unreadable(
-                f"the session is damaged in the journal ({part}): what it did is not known whole"
-            )
+            raise Unreadable(f"the session is damaged in the log ({part}): what it did is not known whole")
         captured = task.spec.harness.name == CAPTURE
         harness = HarnessSpec(command=("true",)) if captured else task.spec.harness
         evaluator = spec.evaluator or task.spec.evaluator
@@ -259,7 +297,9 @@ class Evaluations:
         )
         containers = Containers(order, self.services)
         async with AsyncExitStack() as stack:
-            runtime: PodmanRuntime | Gone = Gone(why=_why_gone(trajectory), workdir=order.runtime.workdir)
+            runtime: PodmanRuntime | Gone = Gone(
+                why=_why_gone(trajectory, self.services.identity.node), workdir=order.runtime.workdir
+            )
             if tar is not None or order.fresh:
                 await self.services.ensure_image(order.runtime.image)
             if tar is not None:
@@ -274,11 +314,11 @@ class Evaluations:
                 return await evaluated(containers, runtime, outcome, trajectory.turns, kept=kept)
 
     async def _sweep(self) -> None:
-        """Remove kept workspaces and snapshots whose sessions the journal has pruned."""
+        """Remove kept workspaces and snapshots whose sessions the log has pruned."""
         while True:
             try:
                 for each in await trio.to_thread.run_sync(old_kept, self.services.log_dir):
-                    if await self.journal.session(each.name.partition(".")[0]) is None:
+                    if await self.log.session(each.name.partition(".")[0]) is None:
                         if each.suffix == FROZEN:
                             await remove_image(each)
                         else:
@@ -338,8 +378,13 @@ def _kept(folder: Path, trajectory: Trajectory, spec: RuntimeSpec) -> Path | Non
     return None
 
 
-def _why_gone(trajectory: Trajectory) -> str:
+def _why_gone(trajectory: Trajectory, here: str) -> str:
     kept = trajectory.metrics.get("workspace")
+    if kept_whole(kept) and trajectory.node != here:
+        return (
+            f"the session's workspace is on the disk of node {trajectory.node}, and this evaluator works in"
+            " it: send the evaluation to that node"
+        )
     how = "" if kept is None else f" whole ({dump_json(kept).decode()[:500]})"
     return (
         f"the session's workspace was not kept{how}, and this evaluator works in it: set"

@@ -133,8 +133,8 @@ async def open_desk(
             )
             joined = await scheduler.log.join(NodeFacts(name="node-0"))
             scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
-            await nursery.start(_background, scheduler.registry.results.run)
-            await nursery.start(_background, scheduler.run)
+            await nursery.start(started, scheduler.registry.results.run)
+            await nursery.start(started, scheduler.run)
             captures = Captures(
                 nursery=nursery,
                 services=services,
@@ -147,7 +147,13 @@ async def open_desk(
                 limit=limit,
             )
             service = TaskTaker(journal=journal, captures=captures)
-            evaluations = Evaluations(services=services, journal=journal, workers=1)
+            evaluations = Evaluations(
+                services=services,
+                journal=journal,
+                log=scheduler.log,
+                incarnation=lambda: scheduler.incarnation,
+                workers=1,
+            )
             nursery.start_soon(evaluations.run, trio.Event())
             rows = (
                 *CaptureRoutes(captures=captures).rows(),
@@ -166,7 +172,7 @@ async def open_desk(
             nursery.cancel_scope.cancel()
 
 
-async def _background(
+async def started(
     run: Callable[[trio.Event], Awaitable[None]],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:

@@ -120,8 +120,14 @@ async def place(tmp_path: Path, content: bytes = b"42") -> AsyncIterator[Place]:
 
 @asynccontextmanager
 async def evaluating(around: Town, journal: Journal) -> AsyncIterator[Evaluations]:
-    services = around.scheduler.services
-    evaluations = Evaluations(services=services, journal=journal, workers=2)
+    scheduler = around.scheduler
+    evaluations = Evaluations(
+        services=scheduler.services,
+        journal=journal,
+        log=scheduler.log,
+        incarnation=lambda: scheduler.incarnation,
+        workers=2,
+    )
     async with open_background(evaluations.run):
         yield evaluations
 
@@ -325,12 +331,12 @@ async def test_reward_that_is_lost_ends_no_node(tmp_path: Path, monkeypatch: pyt
         error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
         raise error
 
-    async def lost(*_: object) -> Entry:
-        return Entry(1, corrupt)
+    async def lost(self: SqliteLog, given: object) -> None:
+        await self.journal.commit(Entry(1, corrupt))
 
     async with place(tmp_path) as here:
         spec = EvaluationSpec(sessions=((await here.session(evaluator=user("WHOLE"))).session_id,))
-        monkeypatch.setattr(Evaluations, "_entry", lost)
+        monkeypatch.setattr(SqliteLog, "reward", lost)
         await here.evaluations.accept(spec, idempotency_key=None)
         with trio.fail_after(60):
             await here.journal.damaged.wait()

@@ -11,7 +11,7 @@ A **place** is one of the samples of a task. An **incarnation** is one start of 
 its answer was lost.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol
 
 from attrs import evolve, field, frozen
@@ -534,6 +534,12 @@ class Queries(Protocol):
 class Evaluations(Protocol):
     """Scores that are given to sessions that were over."""
 
+    async def places_of(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+        """The sessions that hold the places of a task, or of a group's tasks."""
+
+    async def session_ends(self, session_ids: Sequence[str]) -> Mapping[str, bool]:
+        """Whether each of these sessions is over; without those that the log does not have."""
+
     async def submit_evaluation(
         self,
         spec: EvaluationSpec,
@@ -557,7 +563,9 @@ class Evaluations(Protocol):
     ) -> EvaluationStatus | None: ...
 
     async def pending_evaluations(self, incarnation: int) -> tuple[EvaluationStatus, ...]:
-        """Those of this incarnation, and those of incarnations that are not alive."""
+        """Those of this incarnation, and those of incarnations that are not alive, which are its own from now
+        on.
+        """
 
 
 class Log(Places, Membership, Events, WeightVersions, Callbacks, Queries, Evaluations, Protocol):

@@ -553,6 +553,12 @@ class SqliteLog:
 
     # ── evaluations ───────────────────────────────────────────────────────────
 
+    async def places_of(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+        return await self.journal.query(entries.places_of, task_id, group_id)
+
+    async def session_ends(self, session_ids: Sequence[str]) -> Mapping[str, bool]:
+        return await self.journal.query(entries.standing, session_ids)
+
     async def submit_evaluation(
         self,
         spec: EvaluationSpec,

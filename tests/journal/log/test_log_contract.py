@@ -765,6 +765,9 @@ async def test_reward_once_an_evaluation(log: Log) -> None:
         spec, {"a-0": None, "x": "unknown"}, evaluation_id="e", idempotency_key="k", incarnation=node, now=NOW
     )
     assert dict(status.counts) == {"pending": 1, "refused": 1}
+    assert await log.session_ends(["a-0", "x"]) == {"a-0": True}
+    assert (await log.places_of("a", None), await log.places_of(None, "a")) == (("a-0",), ("a-0",))
+    assert await log.places_of("b", None) == ()
     assert [each.evaluation_id for each in await log.pending_evaluations(node)] == ["e"]
     given = RewardEvent(session_id="a-0", task_id="a", group_id="a", reward=0.5, evaluation_id="e", given=NOW)
     assert await log.reward(given)

@@ -1,7 +1,7 @@
 """Evaluations: scores that are given to sessions that were over, each as a `reward` event."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
@@ -9,6 +9,25 @@ from polarnode.core.conversation import Json
 from polarnode.core.status import EvaluatedSession, EvaluationStatus, RewardEvent
 from polarnode.core.task import EvaluationSpec
 from polarnode.journal.log.postgres.connection import Database
+
+
+def places_of(db: Database, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+    rows = db.execute(
+        "SELECT session_id FROM places JOIN tasks USING (task_id)"
+        " WHERE CASE WHEN %(task)s::text IS NULL THEN group_id = %(group)s::text ELSE task_id = %(task)s END"
+        " ORDER BY tasks.number, place",
+        {"task": task_id, "group": group_id},
+    )
+    return tuple(row["session_id"] for row in rows)
+
+
+def session_ends(db: Database, session_ids: Sequence[str]) -> dict[str, bool]:
+    rows = db.execute(
+        "SELECT session_id, outcome IS NOT NULL AS over FROM sessions WHERE session_id = ANY (%s)",
+        (list(session_ids),),
+    )
+    return {row["session_id"]: row["over"] for row in rows}
+
 
 INSERT: Final = """
 WITH given AS (

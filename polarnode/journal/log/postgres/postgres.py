@@ -9,7 +9,7 @@ what it still has.
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
@@ -413,6 +413,12 @@ class PostgresLog:
         return await self._read(queries.finished_groups, limit, until, state, task_id)
 
     # ── evaluations ───────────────────────────────────────────────────────────
+
+    async def places_of(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+        return await self._read(evaluations.places_of, task_id, group_id)
+
+    async def session_ends(self, session_ids: Sequence[str]) -> Mapping[str, bool]:
+        return await self._read(evaluations.session_ends, session_ids)
 
     async def submit_evaluation(
         self,
