@@ -27,6 +27,7 @@ from werkzeug.exceptions import HTTPException
 from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
 from polarnode.api.query import MOST_LINES, MOST_TASKS, PARQUET, Begin, Kind, read_query
 from polarnode.api.service import Unauthorized, answer_error
+from polarnode.core import cursors
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
 from polarnode.core.codec.schema import Schema, Schemas
@@ -54,6 +55,7 @@ def _enum(values: Iterable[str]) -> Schema:
     return {"type": "string", "enum": list[Json](values)}
 
 
+_CURSOR: Final[Schema] = {"type": "string", "pattern": f"^{cursors.TEXT}$"}
 _COUNT: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": LARGEST}
 
 PARAMETERS: Final[Mapping[str, Schema]] = {
@@ -61,7 +63,7 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
         "A name whose position the node keeps.",
         {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
     ),
-    "after": _one("Begin after this sequence number.", _COUNT),
+    "after": _one("Begin after this position, an `id:` of the stream or a number.", _CURSOR),
     "begin": _one(
         "Where to begin without `after` and without a consumer's position.",
         {**_enum(get_args(Begin)), "default": "oldest"},
@@ -109,7 +111,7 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
 
 HEADERS: Final[Mapping[str, Schema]] = {
     "Idempotency-Key": {"type": "string"},
-    "Last-Event-ID": {"type": "string", "pattern": r"^\d{0,18}$"},
+    "Last-Event-ID": {"type": "string", "pattern": f"^(?:{cursors.TEXT})?$"},
 }
 REASONS: Final[Mapping[int, str]] = {
     400: "The request is not valid; `path` names the field.",
@@ -123,10 +125,10 @@ REASONS: Final[Mapping[int, str]] = {
     422: "The request is not valid: FastAPI's status for 400.",
     429: "No capacity now: retry after `Retry-After` seconds.",
     500: "A bug of polarnode, or what the message explains.",
-    503: "Unavailable now.",
+    503: "Unavailable now: the log or the engine does not answer.",
     507: "The journal's disk is full, read-only or failing: the sentence says which.",
 }
-_EVERY: Final = (400, 403, 500)
+_EVERY: Final = (400, 403, 500, 503)  # 503: the log is away, or all places of the socket are taken
 _PLACE: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # of a name in a row's path
 
 
@@ -196,7 +198,8 @@ def _responses(op: Operation, given: Schemas, *, token: bool) -> Schema:
     unread = [415] if op.body not in (None, bytes) else []
     for status in sorted({*_EVERY, *op.errors, *unread, *([401] if token else [])}):
         # /readyz has the same body in both
-        body: Schema = {JSON: {"schema": shape}} if status == 503 and op.open else refusal
+        probed = status == 503 and 503 in op.errors and op.open
+        body: Schema = {JSON: {"schema": shape}} if probed else refusal
         found[str(status)] = {"description": REASONS[status], "content": body}
     return found
 

@@ -13,14 +13,15 @@ inside a cancel scope or nursery.
 """
 
 from base64 import b64encode
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy
 import trio
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from quart import Response
 
 from polarnode.api.query import PARQUET, Query
@@ -28,13 +29,14 @@ from polarnode.api.service import error_json
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, PolarnodeError, Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import GREETING, KEEP_ALIVE
+from polarnode.journal.log.port import Log, LogAway, LogGap, LogPage
 from polarnode.journal.values import (
     KEYS_ALONE,
     PRUNED,
-    EventPage,
     StoredEvent,
     TrajectoryEncoder,
     json_encoder,
@@ -42,8 +44,7 @@ from polarnode.journal.values import (
 from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, sft_lines, table
 from polarnode.trainers import FORMATS, project
 
-if TYPE_CHECKING:  # a fleet's front serves these routes too, without a journal or an engine
-    from polarnode.journal.journal import Journal
+Read = Callable[[Callable[[], bytes]], Awaitable[bytes]]  # runs a long pure call off the event loop
 
 # ── formats ────────────────────────────────────────────────────────────
 
@@ -126,16 +127,16 @@ def encoder_of(query: Query) -> TrajectoryEncoder:
 # ── exports ────────────────────────────────────────────────────────────
 
 
-def export(journal: "Journal", query: Query) -> Response:
+def export(log: Log, read: Read, query: Query) -> Response:
     """Yield the body of GET /v1/export in the format that the query names."""
     if query.kind == "rewards":
-        return _lines(journal, _alone(query), KEYS_ALONE)
+        return _lines(log, _alone(query), KEYS_ALONE)
     if query.kind == "sft":
-        return _lines(journal, _alone(query), SFT)
+        return _lines(log, _alone(query), SFT)
     if query.format == PARQUET:
         _check_arrow()
-        return Response(_parquet(journal, query), content_type="application/vnd.apache.parquet")
-    return _lines(journal, check_format(query), encoder_of(query))
+        return Response(_parquet(log, read, query), content_type="application/vnd.apache.parquet")
+    return _lines(log, check_format(query), encoder_of(query))
 
 
 def _check_arrow() -> None:
@@ -148,8 +149,8 @@ def _check_arrow() -> None:
         ) from error
 
 
-def _lines(journal: "Journal", query: Query, encoder: TrajectoryEncoder) -> Response:
-    return Response(_encoded_lines(journal, query, encoder), content_type="application/x-ndjson")
+def _lines(log: Log, query: Query, encoder: TrajectoryEncoder) -> Response:
+    return Response(_encoded_lines(log, query, encoder), content_type="application/x-ndjson")
 
 
 def _alone(query: Query) -> Query:
@@ -158,27 +159,24 @@ def _alone(query: Query) -> Query:
     return query
 
 
-async def _finished(
-    journal: "Journal", query: Query, encoder: TrajectoryEncoder
-) -> AsyncIterator[StoredEvent]:
+async def _finished(log: Log, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[StoredEvent]:
     """Every trajectory, or reward, that was published before the export began, oldest first."""
-    seen, last = 0, journal.last_seq
+    last = await log.end()
+    seen = Cursor(log=last.log)
     filters = evolve(query.filters(), kinds=("reward",) if query.kind == "rewards" else ("trajectory",))
-    while seen < last:
-        page = await journal.events(seen, filters=filters, encoder=encoder)
-        for event in page.events:
-            if event.seq <= last:
+    while seen.position < last.position:
+        found = await log.events(seen, filters=filters, encoder=encoder)
+        for event in found.page.events:
+            if event.seq <= last.position:
                 yield event
-        seen = page.seen
+        seen = Cursor(position=found.page.seen, log=found.log)
 
 
-async def _encoded_lines(
-    journal: "Journal", query: Query, encoder: TrajectoryEncoder
-) -> AsyncIterator[bytes]:
+async def _encoded_lines(log: Log, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[bytes]:
     """One or more lines for each trajectory; none for one that was pruned meanwhile or encodes to nothing. A
     trajectory that cannot be read has a line of its own, except among conversations: the log names it.
     """
-    async for event in _finished(journal, query, encoder):
+    async for event in _finished(log, query, encoder):
         if event.kind == "unreadable":
             if encoder is not SFT:
                 yield b'{"unreadable":' + event.body + b"}\n"
@@ -197,21 +195,21 @@ def _conversations(trajectory: Trajectory) -> bytes:
 SFT: Final = TrajectoryEncoder(name="sft", encode=_conversations)
 
 
-async def _parquet(journal: "Journal", query: Query) -> AsyncIterator[bytes]:
+async def _parquet(log: Log, read: Read, query: Query) -> AsyncIterator[bytes]:
     """The rows of every session as a Parquet file, sent as it is written. A truncated file has no footer, so
     readers refuse it.
     """
-    file = await journal.read(ParquetFile)
+    file = await trio.to_thread.run_sync(ParquetFile)
     waiting: list[ParquetRow] = []
-    async for event in _finished(journal, query, KEYS_ALONE):
+    async for event in _finished(log, query, KEYS_ALONE):
         if event.kind == "unreadable":
             continue  # the log names it
-        trajectory = await journal.trajectory(event.key.partition(":")[2])
+        trajectory = await log.trajectory(event.key.partition(":")[2])
         waiting += () if trajectory is None else rows_of(trajectory, accepted=True, held_out=False)
         if sum(row.tokens for row in waiting) >= GROUP_TOKENS:
-            yield await journal.read(partial(file.written, tuple(waiting)))
+            yield await read(partial(file.written, tuple(waiting)))
             waiting.clear()
-    yield await journal.read(lambda: file.written(waiting) + file.ended())
+    yield await read(lambda: file.written(waiting) + file.ended())
 
 
 @define(eq=False)
@@ -276,27 +274,27 @@ LAST = b"}" + END  # ends an event whose body is written separately
 KEEP_ALIVE_S = 8.0  # the API promises a byte every 10 s; two for the network
 
 
-def event_stream(journal: "Journal", query: Query, start: int, *, resumes: bool) -> AsyncIterator[bytes]:
+AWAY_S = 1.0  # between two looks at a log that is away
+
+
+def event_stream(log: Log, query: Query, start: Cursor, *, resumes: bool) -> AsyncIterator[bytes]:
     """Events after `start` as they are published; `resumes`: that is the consumer's position. With
     follow=false the stream ends when there are no more; if a task is named, after that task's end.
 
-    A stream holds at most one page of events: it reads the next when the client has consumed the page.
+    A stream holds at most one page of events: it reads the next when the client has consumed the page. While
+    the log is away it stays open, and goes on where it was.
     """
-    events = _events(journal, query, start, resumes=resumes)
-    return (
-        events
-        if query.consumer is None
-        else _Attended(journal=journal, consumer=query.consumer, events=events)
-    )
+    events = _events(log, query, start, resumes=resumes)
+    return events if query.consumer is None else _Attended(log=log, consumer=query.consumer, events=events)
 
 
 @define(eq=False, kw_only=True)
 class _Attended(AsyncIterator[bytes]):
-    """A consumer's stream. The journal counts the consumer as reading from the first piece until Quart closes
+    """A consumer's stream. The log counts the consumer as reading from the first piece until Quart closes
     the iterator, which Quart does however the client disconnects.
     """
 
-    journal: "Journal"
+    log: Log
     consumer: str
     events: AsyncGenerator[bytes, None]
     _reads: bool = False
@@ -304,91 +302,117 @@ class _Attended(AsyncIterator[bytes]):
     async def __anext__(self) -> bytes:
         if not self._reads:
             self._reads = True
-            self.journal.attend(self.consumer, 1)
+            self.log.attend(self.consumer, 1)
         return await anext(self.events)
 
     async def aclose(self) -> None:
         if self._reads:
             self._reads = False
-            self.journal.attend(self.consumer, -1)
+            self.log.attend(self.consumer, -1)
         await self.events.aclose()
 
 
-async def _events(
-    journal: "Journal", query: Query, start: int, *, resumes: bool
-) -> AsyncGenerator[bytes, None]:
+async def _events(log: Log, query: Query, start: Cursor, *, resumes: bool) -> AsyncGenerator[bytes, None]:
     yield GREETING
     if query.begin == "newest":  # a reader that reconnects before the first event begins here again
-        yield b"id: %d\n\n" % start
+        yield b"id: %b\n\n" % cursor_text(log, start).encode()
     seen, last_write = start, trio.current_time()
     while True:
-        last_round = not query.follow and await _nothing_to_come(journal, query.task_id)
-        page = await _page(journal, query, seen)
-        if isinstance(page, PolarnodeError):
-            yield b"event: error\ndata: " + dump_json(error_json(page.boundary, str(page))) + END
+        news = log.news
+        found = await _look(log, query, seen)
+        if isinstance(found, LogAway):
+            await log.wait_news(news, AWAY_S)
+        elif isinstance(found, PolarnodeError):
+            yield b"event: error\ndata: " + dump_json(error_json(found.boundary, str(found))) + END
             return
-        if not page.follows(seen):
+        elif resumes and (further := await _further(log, query.consumer, found)) is not None:
             # a killed reader's last acknowledgements may come after its next life's stream began
-            position = await journal.position(query.consumer) if resumes and query.consumer else 0
-            if position > seen:
-                seen = position
+            seen = further
+            continue
+        else:
+            page = found.answer.page
+            for piece in _pieces(log, found.answer):
+                yield piece
+                last_write = trio.current_time()
+            seen = Cursor(position=page.seen, log=found.answer.log)
+            if page.events or found.answer.gap is not None:
                 continue
-            yield _gap(page.first_seq, seen, journal.id)
-            seen = page.first_seq - 1
-            continue
-        for piece in _pieces(page.events, journal.id):
-            yield piece
-            last_write = trio.current_time()
-        seen = page.seen
-        if page.events:
-            continue
-        if last_round:
-            return
-        with trio.move_on_at(last_write + KEEP_ALIVE_S):
-            await journal.wait_after(seen)
+            if found.is_last:
+                return
+            with trio.move_on_at(last_write + KEEP_ALIVE_S):
+                await log.wait_news(news, KEEP_ALIVE_S)
         if trio.current_time() >= last_write + KEEP_ALIVE_S:
             yield KEEP_ALIVE
             last_write = trio.current_time()
 
 
-async def _page(journal: "Journal", query: Query, seen: int) -> EventPage | PolarnodeError:
+@frozen
+class _Found:
+    """A page, and whether the log holds no more for a reader that does not follow."""
+
+    answer: LogPage
+    is_last: bool
+
+
+async def _look(log: Log, query: Query, seen: Cursor) -> _Found | PolarnodeError:
+    """The next page. Whether it is the last is asked before it is read, so that a task's end between the two
+    is not missed.
+    """
     try:
-        return await journal.events(seen, filters=query.filters(), encoder=encoder_of(query))
+        is_last = not query.follow and await _nothing_to_come(log, query.task_id)
+        answer = await log.events(seen, filters=query.filters(), encoder=encoder_of(query))
+        return _Found(answer, is_last)
     except PolarnodeError as error:
         return error
 
 
-async def _nothing_to_come(journal: "Journal", task_id: str | None) -> bool:
-    """Whether the journal already holds all events. Call it before reading the page, so that a task's end
-    between the two is not missed.
-    """
+async def _nothing_to_come(log: Log, task_id: str | None) -> bool:
+    """Whether the log already holds all events."""
     if task_id is None:
         return True
-    task = await journal.task(task_id)
+    task = await log.task(task_id)
     return task is None or task.finished
 
 
-def _gap(oldest: int, after: int, journal: str) -> bytes:
-    """A gap event: the events between were pruned; or `after` belongs to another journal (the file was
-    replaced), so this one is sent from its beginning.
+async def _further(log: Log, consumer: str | None, found: _Found) -> Cursor | None:
+    """Where a consumer is by now, whose stream missed events that it had acknowledged before."""
+    gap = found.answer.gap
+    if gap is None or consumer is None:
+        return None
+    with suppress(LogAway):
+        position = await log.position(consumer)
+        return position if position.position > gap.asked.position else None
+    return None
+
+
+def cursor_text(log: Log, cursor: Cursor) -> str:
+    """A position as readers have it: a number, with the name of a log that nodes share."""
+    return (cursor if log.shared else Cursor(position=cursor.position)).text
+
+
+def _gap(log: Log, gap: LogGap) -> bytes:
+    """A gap event: the events between are not in this log, for the `reason` that it states; or `after`
+    belongs to another log (the file was replaced), and this one is sent from its beginning.
     """
+    after, oldest = gap.asked.position, gap.position + 1
     body: dict[str, Json] = {
-        "seq": oldest - 1,
-        "journal": journal,
+        "seq": gap.position,
+        "journal": gap.log,
         "key": f"gap:{after}-{oldest}",
-        "gap": {"after": after, "oldest": oldest},
+        "gap": {"after": after, "oldest": oldest, "reason": gap.reason},
     }
-    return _head("gap", oldest - 1) + dump_json(body) + END
+    return _head(log, "gap", Cursor(position=gap.position, log=gap.log)) + dump_json(body) + END
 
 
-def _pieces(events: Iterable[StoredEvent], journal: str) -> Iterator[bytes]:
-    """Encoded events in pieces of about WRITE_BYTES."""
-    held: list[bytes] = []
+def _pieces(log: Log, found: LogPage) -> Iterator[bytes]:
+    """A gap, and encoded events in pieces of about WRITE_BYTES."""
+    held: list[bytes] = [] if found.gap is None else [_gap(log, found.gap)]
     size = 0
-    for event in events:
+    for event in found.page.events:
         body = event.body
+        head = _head(log, event.kind, Cursor(position=event.seq, log=found.log))
         parts = [
-            _head(event.kind, event.seq) + event.before(journal),
+            head + event.before(found.log),
             *(body[place : place + WRITE_BYTES] for place in range(0, len(body), WRITE_BYTES)),
             LAST,
         ]
@@ -402,8 +426,9 @@ def _pieces(events: Iterable[StoredEvent], journal: str) -> Iterator[bytes]:
         yield b"".join(held)
 
 
-def _head(kind: str, seq: int) -> bytes:
-    return b"event: %b\nid: %d\ndata: " % (kind.encode(), seq)  # compact JSON has no line breaks
+def _head(log: Log, kind: str, cursor: Cursor) -> bytes:
+    # compact JSON has no line breaks
+    return b"event: %b\nid: %b\ndata: " % (kind.encode(), cursor_text(log, cursor).encode())
 
 
 async def file_pieces(path: Path, size: int) -> AsyncIterator[bytes]:

@@ -27,12 +27,10 @@ class ForkRoutes:
         """Submit a task of forks, made of the parent's own; answered as POST /v1/tasks is."""
         read_query(request.args)
         order = read_fork(await body_json())
-        session = await self.service.journal.session(session_id)
+        session = await self.service.log.session(session_id)
         if session is None:
-            raise NotFound(
-                f"no session {session_id!r} is in this node's journal: its task lists its sessions"
-            )
-        task = await self.service.journal.task(session.task_id)
+            raise NotFound(f"no session {session_id!r} is in the log: its task lists its sessions")
+        task = await self.service.log.task(session.task_id)
         if task is None or task.damaged is not None:
             raise Refused(
                 f"session {session_id!r} has no task that it can be forked by: it is a capture, or its task's"
@@ -40,5 +38,4 @@ class ForkRoutes:
             )
         spec = fork_task(task.spec, session_id, order)
         submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
-        await self.service.journal.flushed()
         return json_response(plain(submitted), 202)

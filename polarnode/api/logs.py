@@ -46,11 +46,9 @@ class LogRoutes:
     async def of_session(self, session_id: str) -> Response:
         """What a session's harness printed. Empty while it has not begun to run."""
         query = _read_place()
-        found = await self.service.journal.session(session_id)
+        found = await self.service.log.session(session_id)
         if found is None:
-            raise NotFound(
-                f"no session {session_id!r} is in this node's journal: its task lists its sessions"
-            )
+            raise NotFound(f"no session {session_id!r} is in the log: its task lists its sessions")
         path, over = self.sessions_dir / f"{found.session_id}.log", found.outcome is not None
         read = partial(read_piece, path, query, name=found.session_id, ended=over, ring=self.ring)
         piece = await trio.to_thread.run_sync(read)

@@ -51,6 +51,10 @@ class Figures:
     runtimes: RuntimesStatistics | None = None
     weights: WeightsState | None = None
     adapters: AdaptersState | None = None
+    queued: int = 0  # places of the log that are not over
+    log_position: int = 0
+    log_unacknowledged_bytes: int = 0
+    log_away: bool = False
 
 
 def exposition(figures: Figures) -> bytes:
@@ -314,6 +318,18 @@ def _of_node(figures: Figures) -> Iterator[Metric]:
         "Bytes not yet written to the journal's disk.",
         figures.journal_backlog,
     )
+    yield GaugeMetricFamily(
+        "polarnode_open_places", "Places of tasks in the log that are not over.", figures.queued
+    )
+    yield GaugeMetricFamily(
+        "polarnode_log_position", "The number of the log's last event.", figures.log_position
+    )
+    yield GaugeMetricFamily(
+        "polarnode_log_unacknowledged_bytes",
+        "Bytes of events that some consumer has not acknowledged.",
+        figures.log_unacknowledged_bytes,
+    )
+    yield GaugeMetricFamily("polarnode_log_away", "1 while the log does not answer.", float(figures.log_away))
     yield GaugeMetricFamily(
         "polarnode_event_loop_pass_seconds",
         "How long the event loop took for one round at this scrape.",

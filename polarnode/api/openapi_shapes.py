@@ -51,6 +51,7 @@ from polarnode.engine.weight_values import (
     UpdateOrder,
 )
 from polarnode.groups.group import GroupState, MemberShape
+from polarnode.journal.log.port import NodeState
 from polarnode.journal.values import JournalStatistics
 from polarnode.tokens.pieces import TokenPieces
 
@@ -85,6 +86,8 @@ class PositionAnswer:
 
     consumer: str
     position: int
+    id: str
+    pending: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -156,10 +159,35 @@ class WholeSession:
 
 
 @frozen(kw_only=True)
+class LogStatus:
+    """The log of the node. `identity` is "" before it was read; `away` is why it does not answer."""
+
+    kind: Literal["sqlite", "postgresql"]
+    identity: str
+    away: str | None
+
+
+@frozen(kw_only=True)
+class NodeStatus:
+    """A node of a shared log. `serving`: its version of the weights by adapter, where "" is the base."""
+
+    name: str
+    url: str
+    state: NodeState
+    running: int
+    labels: Mapping[str, str]
+    serving: Mapping[str, str]
+    version: str
+
+
+@frozen(kw_only=True)
 class NodeStatusAnswer:
     """The node now; docs/api.md lists the other fields."""
 
     node: str
+    queued: int
+    log: LogStatus
+    nodes: tuple[NodeStatus, ...] | None = None
     journal: JournalStatistics
 
 

@@ -18,8 +18,7 @@ from quart import Response, request
 from polarnode.api.query import read_query
 from polarnode.api.service import NotFound, json_response
 from polarnode.http.asgi import RouteRow
-from polarnode.journal.finished_groups import finished_groups
-from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import Log
 
 FILES: Final = Path(__file__).parents[1] / "web" / "ui"
 PAGE: Final = "/ui/"
@@ -77,7 +76,7 @@ def page_files(folder: Path = FILES) -> dict[str, PageFile]:
 
 @frozen(kw_only=True)
 class PageFiles:
-    """The handlers of the page's files, of a node and of a fleet's front."""
+    """The handlers of the page's files."""
 
     files: Mapping[str, PageFile] = field(factory=page_files)
 
@@ -105,7 +104,7 @@ class PageFiles:
 class PageRoutes:
     """The handlers of a node: the page's files, and finished groups."""
 
-    journal: Journal
+    log: Log
 
     def rows(self) -> Iterator[RouteRow]:
         yield from PageFiles().rows()
@@ -113,7 +112,7 @@ class PageRoutes:
 
     async def groups(self) -> Response:
         query = read_query(request.args, "limit", "until", "state", "task_id")
-        found = await self.journal.query(
-            finished_groups, query.limit, query.until, query.state, query.task_id
+        found = await self.log.finished_groups(
+            query.limit, until=query.until, state=query.state, task_id=query.task_id
         )
-        return json_response({"groups": list(found)})
+        return json_response({"groups": [dict(each) for each in found]})

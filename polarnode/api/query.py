@@ -10,8 +10,8 @@ from attrs import frozen
 
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Refused
-from polarnode.core.positions import ALONE, Position
 from polarnode.core.trajectory import Status
 from polarnode.groups.group import GroupState
 from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, check_consumer
@@ -27,7 +27,7 @@ class Query:
     """The parameters of all routes; each route allows some of them."""
 
     consumer: str | None = None
-    after: int | None = None
+    after: Cursor | None = None
     begin: Begin = "oldest"  # where nothing else says where to begin
     follow: bool = True
     task_id: str | None = None
@@ -73,29 +73,27 @@ def read_query(parameters: Mapping[str, str], *allowed: str) -> Query:
     return Query(**read)
 
 
-def check_sequence_number(seq: int) -> None:
-    """Raise Refused for what is not an event's number. SQLite has 64 bits for it."""
-    if not 0 <= seq < 1 << 63:
-        raise Refused("seq must be the number of an event, as the stream's `id:` line has it", path="$.seq")
-
-
 @frozen(kw_only=True)
 class Ack:
-    """The body of POST /v1/trajectories/ack: the stream's `id:` line, or the number that a node's has."""
+    """The body of POST /v1/trajectories/ack: the stream's `id:` line, or the number of an event."""
 
     consumer: str
     id: str | None = None
     seq: int | None = None
 
     @property
-    def position(self) -> Position:
+    def cursor(self) -> Cursor:
         """What is acknowledged. Raises Refused."""
         if (self.id is None) == (self.seq is None):
             raise Refused("id is missing: send the stream's `id:` line, or seq, one of them", path="$.id")
         if self.id is not None:
-            return Position.read(self.id, "$.id")
-        check_sequence_number(self.seq or 0)
-        return Position({ALONE: self.seq or 0})
+            return Cursor.read(self.id, "$.id")
+        seq = self.seq or 0
+        if not 0 <= seq < 1 << 63:  # SQLite and PostgreSQL have 64 bits for it
+            raise Refused(
+                "seq must be the number of an event, as the stream's `id:` line has it", path="$.seq"
+            )
+        return Cursor(position=seq)
 
 
 def _refused(name: str, sentence: str) -> Refused:
@@ -114,6 +112,10 @@ def _count(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise _refused(name, f"must be a whole number, not {text!r}")
     return int(text)
+
+
+def _cursor(name: str, text: str) -> Cursor:
+    return Cursor.read(text, f"?{name}")
 
 
 def _limit(name: str, text: str) -> int:
@@ -166,7 +168,7 @@ def _kinds(name: str, text: str) -> tuple[str, ...]:
 
 READERS: Mapping[str, Callable[[str, str], Any]] = {
     "consumer": _consumer,
-    "after": _count,
+    "after": _cursor,
     "begin": _one_of,
     "follow": _flag,
     "task_id": _text,
@@ -190,6 +192,6 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
 }
 
 
-def last_event_id(text: str | None) -> int | None:
-    """The number in a `Last-Event-ID` header. An empty header, as browsers send it, counts as none."""
-    return _count("Last-Event-ID", text) if text else None
+def last_event_id(text: str | None) -> Cursor | None:
+    """The cursor in a `Last-Event-ID` header. An empty header, as browsers send it, counts as none."""
+    return Cursor.read(text, "?Last-Event-ID") if text else None

@@ -2,16 +2,19 @@
 decisions.
 """
 
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 import trio
 from attrs import evolve, frozen
 from quart import Response, request
 
-from polarnode.api.exports import check_format, event_stream, export, file_pieces, format_json
+from polarnode.api.exports import check_format, cursor_text, event_stream, export, file_pieces, format_json
 from polarnode.api.metrics import CONTENT_TYPE, exposition
 from polarnode.api.page import PageRoutes
 from polarnode.api.query import FILTERS, Ack, Query, last_event_id, read_query
@@ -27,8 +30,8 @@ from polarnode.core.codec.trajectories import (
     turns_json,
 )
 from polarnode.core.conversation import Json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Conflict, Refused
-from polarnode.core.positions import ALONE
 from polarnode.core.status import ScoreAnswer, SessionRecord
 from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import AdapterReport, WeightsReport
@@ -49,6 +52,8 @@ from polarnode.engine.weight_values import (
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json, body_json_or, event_response
 from polarnode.journal.damage import encoded
+from polarnode.journal.log.port import LogAway, NodeRow
+from polarnode.journal.log.rules import with_standing
 from polarnode.journal.values import TaskRecord, check_consumer
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
@@ -70,7 +75,7 @@ class Routes:
 
     def rows(self) -> Iterator[RouteRow]:
         """The rows that every node's table has."""
-        yield from PageRoutes(journal=self.service.journal).rows()
+        yield from PageRoutes(log=self.service.log).rows()
         yield from (
             ("POST", "/v1/tasks", self.submit),
             ("GET", "/v1/tasks", self.tasks),
@@ -95,16 +100,15 @@ class Routes:
     # ── tasks ─────────────────────────────────────────────────────────────────
 
     async def submit(self) -> Response:
-        """Answer 202 when the task is in the journal, from where it survives a crash of the node."""
+        """Answer 202 when the task is in the log, from where it survives a crash of the node."""
         read_query(request.args)
         spec = read_task(await body_json())
         submitted = await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
-        await self.service.journal.flushed()
         return json_response(plain(submitted), 202)
 
     async def tasks(self) -> Response:
         query = read_query(request.args, "limit", "before")
-        found = await self.service.journal.tasks(limit=query.limit, before=query.before)
+        found = await self.service.log.tasks(limit=query.limit, before=query.before)
         return json_response({"tasks": [task_record_json(task) for task in found]})
 
     async def task(self, task_id: str) -> Response:
@@ -121,9 +125,9 @@ class Routes:
         return json_response({"task_id": task_id, "cancelled": cancelled})
 
     async def _existing_task(self, task_id: str) -> TaskRecord:
-        found = await self.service.journal.task(task_id)
+        found = await self.service.log.task(task_id)
         if found is None:
-            raise NotFound(f"no task {task_id!r} is in this node's journal: look at GET /v1/tasks")
+            raise NotFound(f"no task {task_id!r} is in the log: look at GET /v1/tasks")
         return found
 
     # ── trajectories ──────────────────────────────────────────────────────────
@@ -136,49 +140,40 @@ class Routes:
         # before `after`: a browser repeats the first URL and adds the header
         start = last_event_id(request.headers.get("Last-Event-ID"))
         start = query.after if start is None else start
-        journal = self.service.journal
-        place = journal.last_seq if query.begin == "newest" else 0
+        log = self.service.log
+        place = await log.end() if query.begin == "newest" else Cursor()
         if query.consumer is not None:
-            place = await self._position(query.consumer, place)
+            place = await log.meet(query.consumer, place, now=time.time())
         resumes = start is None and query.consumer is not None
         start = place if start is None else start
-        return event_response(event_stream(journal, query, start, resumes=resumes))
-
-    async def _position(self, consumer: str, default: int) -> int:
-        """A consumer's position. A new consumer is created after event `default`, so that no event it has not
-        read is pruned as acknowledged by all.
-        """
-        if consumer not in self.service.journal.statistics().positions:
-            return await self.service.journal.acknowledge(consumer, default)
-        return await self.service.journal.position(consumer)
+        return event_response(event_stream(log, query, start, resumes=resumes))
 
     async def acknowledge(self) -> Response:
         read_query(request.args)
         ack = structure(await body_json(), Ack, forbid_extra=True)
-        position = await self.service.journal.acknowledge(check_consumer(ack.consumer), _number(ack))
-        return json_response(
-            {"consumer": ack.consumer, "position": position, "id": str(position), "pending": []}
-        )
+        log, consumer = self.service.log, check_consumer(ack.consumer)
+        found = await log.acknowledge(consumer, ack.cursor, now=time.time())
+        where: dict[str, Json] = {"position": found.position, "id": cursor_text(log, found)}
+        return json_response({"consumer": consumer, **where, "pending": []})
 
     async def consumers(self) -> Response:
         read_query(request.args)
-        await trio.lowlevel.checkpoint()
-        return json_response({"consumers": [plain(each) for each in self.service.journal.consumers()]})
+        return json_response({"consumers": [plain(each) for each in await self.service.log.consumers()]})
 
     async def forget_consumer(self, consumer: str) -> Response:
         """Delete a consumer. Refused while it reads a stream: its next acknowledgement would create it again
         at the beginning.
         """
         read_query(request.args)
-        if self.service.journal.streams(consumer):
+        if any(each.connected for each in await self.service.log.consumers() if each.consumer == consumer):
             raise Conflict(f"a stream of consumer {consumer!r} is open: end it first")
-        if not await self.service.journal.forget(consumer):
+        if not await self.service.log.forget(consumer):
             raise NotFound(f"there is no consumer {consumer!r}: look at GET /v1/consumers")
         return json_response({"consumer": consumer, "forgotten": True})
 
     async def trajectory(self, session_id: str) -> Response:
         query = check_format(read_query(request.args, "arrays", "turns", "format", "pieces"))
-        found = await self.service.journal.trajectory(session_id)
+        found = await self.service.log.trajectory(session_id)
         if found is None:
             session = await self._existing_session(session_id)
             raise NotFound(
@@ -203,8 +198,9 @@ class Routes:
         query = read_query(request.args, "arrays")
         record = await self._existing_session(session_id)
         turns, found = (
-            await self.service.journal.turns(session_id),
-            await self.service.journal.trajectory(session_id),
+            # of a session that is not over its own node alone has turns
+            await (self.service.journal if record.outcome is None else self.service.log).turns(session_id),
+            await self.service.log.trajectory(session_id),
         )
 
         def body(found: Trajectory | None) -> bytes:
@@ -239,39 +235,62 @@ class Routes:
     async def forks(self, session_id: str) -> Response:
         read_query(request.args)
         record = await self._existing_session(session_id)
-        found = await self.service.journal.forks(record.session_id, FORKS)
+        found = await self.service.log.forks(record.session_id, FORKS)
         return json_response(
             {"session_id": record.session_id, "forks": [session_record_json(each) for each in found]}
         )
 
     async def _existing_session(self, session_id: str) -> SessionRecord:
-        found = await self.service.journal.session(session_id)
+        found = await self.service.log.session(session_id)
         if found is None:
-            raise NotFound(
-                f"no session {session_id!r} is in this node's journal: its task lists its sessions"
-            )
+            raise NotFound(f"no session {session_id!r} is in the log: its task lists its sessions")
         return found
 
     async def export(self) -> Response:
-        return export(
-            self.service.journal, read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS)
-        )
+        query = read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS)
+        return export(self.service.log, self.service.journal.read, query)
 
     # ── the node ──────────────────────────────────────────────────────────────
 
     # Async though they wait for nothing: Quart would run plain functions in threads.
 
     async def status(self) -> Response:
+        """The node, and the log as it was a second ago: an answer does not wait for the log."""
         read_query(request.args)
         await trio.lowlevel.checkpoint()
-        return json_response({**self.service.status(), "journal": plain(self.service.journal.statistics())})
+        log, standing = self.service.log, self.service.log.standing
+        journal = with_standing(self.service.journal.statistics(), standing, now=time.time())
+        away = await log.reachable()
+        kind = "postgresql" if log.shared else "sqlite"
+        return json_response(
+            {
+                **self.service.status(),
+                "queued": log.open_places,
+                "log": {"kind": kind, "identity": standing.log, "away": away},
+                **({"nodes": await self._nodes(away)} if log.shared else {}),
+                "journal": plain(journal),
+            }
+        )
+
+    async def _nodes(self, away: str | None) -> Json:
+        """The nodes of a shared log; null while it is away."""
+        with suppress(LogAway):
+            return None if away is not None else [_node_json(each) for each in await self.service.log.nodes()]
+        return None
 
     async def metrics(self) -> Response:
         """The metrics in Prometheus text format, rendered in a thread."""
         read_query(request.args)
-        began = trio.current_time()
-        await trio.lowlevel.checkpoint()
-        figures = evolve(self.service.figures(), pass_s=trio.current_time() - began)
+        began, log = trio.current_time(), self.service.log
+        away = await log.reachable() is not None
+        figures = evolve(
+            self.service.figures(),
+            pass_s=trio.current_time() - began,
+            queued=log.open_places,
+            log_position=log.standing.position,
+            log_unacknowledged_bytes=log.standing.unacknowledged_bytes,
+            log_away=away,
+        )
         return Response(await trio.to_thread.run_sync(exposition, figures), content_type=CONTENT_TYPE)
 
     async def healthz(self) -> Response:
@@ -279,16 +298,11 @@ class Routes:
         return json_response({"ok": True})
 
     async def readyz(self) -> Response:
-        await trio.lowlevel.checkpoint()
-        return readiness(self.service.unready())
-
-
-def _number(ack: Ack) -> int:
-    """The event's number that is acknowledged."""
-    found = ack.position.parts.get(ALONE)
-    if found is None:
-        raise Refused("id is a position in a fleet's stream: send it to the fleet's front", path="$.id")
-    return found
+        away = await self.service.log.reachable()
+        why = self.service.unready()
+        if why is None and away is not None:
+            why = f"the log is away ({away}): sessions go on, and tasks are refused until it answers"
+        return readiness(why)
 
 
 def _size(path: Path) -> int | None:
@@ -296,6 +310,21 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
+
+
+def _node_json(node: NodeRow) -> Json:
+    """A node of the log, for whoever looks at the fleet. A URL may have a password, which is left out."""
+    found = urlsplit(node.facts.url)
+    host = found.netloc.rpartition("@")[2]
+    return {
+        "name": node.facts.name,
+        "url": urlunsplit((found.scheme, host, found.path, "", "")),
+        "state": node.state,
+        "running": node.running,
+        "labels": dict(node.facts.labels),
+        "serving": dict(node.serving),
+        "version": node.facts.version,
+    }
 
 
 # ── records as JSON ───────────────────────────────────────────────────────────

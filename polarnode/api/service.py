@@ -23,18 +23,17 @@ from polarnode.core.errors import (
     JournalDamaged,
     PolarnodeError,
     Refused,
-    Superseded,
     Unreadable,
 )
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, OpenedCapture, Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
+from polarnode.journal.log.port import Log, LogAway
 
-if TYPE_CHECKING:  # a fleet's front has no engine, no journal and no containers, and starts in half the time
+if TYPE_CHECKING:
     from polarnode.api.metrics import Figures
     from polarnode.engine.weight_values import PauseOrder
     from polarnode.journal.journal import Journal
-    from polarnode.journal.log.port import Log
 
 # ── the port ────────────────────────────────────────────────────────────
 
@@ -79,7 +78,7 @@ class Service(Protocol):
         """The journal of the node's own sessions."""
 
     @property
-    def log(self) -> "Log":
+    def log(self) -> Log:
         """The log of tasks, events and consumers' positions, which other nodes may share."""
 
     @property
@@ -101,7 +100,7 @@ class Service(Protocol):
         """End one session; it keeps its turns. False when it is not live."""
 
     def status(self) -> dict[str, Json]:
-        """The node's part of GET /v1/status; the route adds the journal's."""
+        """The node's part of GET /v1/status; the route adds the journal's and the log's."""
 
     def figures(self) -> "Figures":
         """The node's numbers for GET /metrics: immutable values, which a thread may read."""
@@ -172,10 +171,10 @@ def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
             return "unauthorized", 401, {"WWW-Authenticate": "Bearer"}
         case NotFound():
             return "not_found", 404, {}
-        case Superseded():
-            return "superseded", 409, {}
         case Conflict():
             return "conflict", 409, {}
+        case LogAway():
+            return "log_away", 503, {"Retry-After": str(ceil(error.retry_after))}
         case Busy():
             return "busy", 429, {"Retry-After": str(ceil(error.retry_after))}
         case JournalDamaged():

@@ -32,7 +32,6 @@ from polarnode.client.streams import (
     Acks,
     Collector,
     Groups,
-    acknowledged,
     events,
     live_sessions,
     objects,
@@ -44,8 +43,8 @@ from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.trajectories import Turns
 from polarnode.core.conversation import Json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Refused
-from polarnode.core.positions import Position
 from polarnode.core.status import EvaluationStatus, Submitted
 from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -368,7 +367,7 @@ class Reading:
             begin=NEWEST if self.after == NEWEST else None,
             **filters,
         )
-        after = None if self.after in (None, NEWEST) else Position.read(str(self.after), "after")
+        after = None if self.after in (None, NEWEST) else Cursor.read(str(self.after), "after")
         return Following(path=STREAM + query, after=after, goes_on=self.goes_on)
 
 
@@ -420,9 +419,9 @@ class Api:
             pause = min(2 * pause, EVALUATION_POLL_MOST_S)
 
     def acknowledge(self, consumer: str, position: int | str) -> Script[int | str]:
-        where = Position.read(str(position), "position")
-        answer = yield from acknowledged(consumer, where, self._patience())
-        return answer.id if answer.position is None else answer.position
+        where = Cursor.read(str(position), "position")
+        answer = yield from self.patiently(requests.acknowledge(consumer, where))
+        return answer.id if ":" in answer.id else answer.position
 
     def trajectory(self, session_id: str, turns: Turns, arrays: Arrays) -> Script[Trajectory]:
         return self.patiently(requests.trajectory(session_id, turns=turns, arrays=arrays))

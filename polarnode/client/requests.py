@@ -21,8 +21,8 @@ from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.codec.trajectories import Turns, read_scored, read_trajectory
 from polarnode.core.conversation import Json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.positions import ALONE, Position
 from polarnode.core.snapshots import SnapshotList
 from polarnode.core.status import (
     Consumer,
@@ -229,13 +229,10 @@ class _Cancelled:
 
 @frozen(kw_only=True)
 class Acknowledged:
-    """A consumer's position after an acknowledgement. `pending`: the nodes of a fleet that were not reached,
-    so that it has to be sent again.
-    """
+    """A consumer's position after an acknowledgement, and its text, which names a log that nodes share."""
 
-    position: int | None = None
+    position: int
     id: str = ""
-    pending: tuple[str, ...] = ()
 
 
 # ── tasks ─────────────────────────────────────────────────────────────────────
@@ -298,10 +295,9 @@ def evaluation(evaluation_id: str) -> ClientRequest[EvaluationStatus]:
 # ── trajectories ──────────────────────────────────────────────────────────────
 
 
-def acknowledge(consumer: str, position: Position) -> ClientRequest[Acknowledged]:
-    # a node of an earlier release takes its number alone
-    number = position.parts.get(ALONE)
-    what: dict[str, Json] = {"id": position.text} if number is None else {"seq": number}
+def acknowledge(consumer: str, cursor: Cursor) -> ClientRequest[Acknowledged]:
+    # a node of an earlier release takes the number alone
+    what: dict[str, Json] = {"id": cursor.text} if cursor.log else {"seq": cursor.position}
     return typed_request(Acknowledged, "POST", "/v1/trajectories/ack", {"consumer": consumer, **what})
 
 

@@ -17,8 +17,8 @@ from polarnode.client.requests import ClientRequest, Close, Open, Read, Script, 
 from polarnode.client.values import ClientError, Event, Unreachable
 from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import read_json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Refused
-from polarnode.core.positions import ALONE, Position
 
 # ── patience ────────────────────────────────────────────────────────────
 
@@ -115,7 +115,7 @@ LIFE: Final = Life()
 class StreamBegun:
     """Where a stream begins, on the wire before its first event."""
 
-    position: Position
+    position: Cursor
 
 
 @define(eq=False)
@@ -159,7 +159,7 @@ class Decoder:
 
     def _block(self) -> Iterator[Block | StreamBegun]:
         if self._id is not None and not self._data:
-            yield StreamBegun(_position_of(self._id))
+            yield StreamBegun(_cursor_of(self._id))
         if self._data:
             yield Block(
                 kind=self._kind or "message",
@@ -186,27 +186,24 @@ def read_event(block: Block) -> Event:
 
 
 def _event(block: Block, value: dict[str, Any]) -> Event:
-    position = _position_of(block.id or "")
-    journal = ALONE if ALONE in position.parts else str(value.get("journal"))
-    if journal not in position.parts:
-        raise _garbled("its position does not name its journal")
+    cursor = _cursor_of(block.id or "")
     if block.kind not in value:
         raise _garbled(f"its data has no {block.kind}")
     key = value.get("key")
     return Event(
-        seq=position.parts[journal],
+        seq=cursor.position,
         kind=block.kind,
         key=key if isinstance(key, str) else block.kind,
         data=value[block.kind],
-        journal=journal,
+        journal=cursor.log,
         id=block.id or "",
         size=len(block.data),
     )
 
 
-def _position_of(text: str) -> Position:
+def _cursor_of(text: str) -> Cursor:
     try:
-        return Position.read(text)
+        return Cursor.read(text)
     except Refused:
         raise _garbled("it has no number") from None
 
@@ -244,7 +241,7 @@ class Following:
     """
 
     path: str
-    after: Position | None
+    after: Cursor | None
     goes_on: bool
 
 
@@ -254,7 +251,7 @@ class Follower:
 
     following: Following
     patience: Patience
-    position: Position | None = field(init=False)
+    position: Cursor | None = field(init=False)
     _pieces: Iterator[Block | Life | StreamBegun] | None = field(
         default=None, init=False
     )  # None while nothing is open
@@ -262,7 +259,7 @@ class Follower:
     _greeted: bool = field(default=False, init=False)
 
     @position.default
-    def _begins(self) -> Position | None:
+    def _begins(self) -> Cursor | None:
         return self.following.after
 
     def next(self) -> Script[Event | Life | Over]:
@@ -300,13 +297,10 @@ class Follower:
                 self.position = self.position or piece.position
                 continue
             event = read_event(piece)
-            if (
-                event.kind == "gap"
-                or self.position is None
-                or event.seq > self.position.parts.get(event.journal, -1)
-            ):
+            # after a gap numbers may begin again lower: it says from where on
+            if event.kind == "gap" or self.position is None or event.seq > self.position.position:
                 self.patience.renew()
-                self.position = event.position
+                self.position = event.cursor
                 return event
         return None
 

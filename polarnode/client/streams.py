@@ -17,7 +17,6 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from polarnode.client.requests import (
-    Acknowledged,
     ClientRequest,
     Close,
     Give,
@@ -47,7 +46,7 @@ from polarnode.client.scripts import (
 from polarnode.client.values import ClientError, Event, Unreachable, read_answer, read_object
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.trajectories import Turns
-from polarnode.core.positions import Position
+from polarnode.core.cursors import Cursor
 from polarnode.core.status import SessionChanges
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group, judged_again, read_group
@@ -80,11 +79,11 @@ class Gathered:
 
 @define(eq=False)
 class _Open:
-    """A task of which some sessions have arrived, but not its group. `first`: by journal, the number of the
-    first event that it needs; a fleet may move a task.
+    """A task of which some sessions have arrived, but not its group. `first`: the number of the first event
+    that it needs.
     """
 
-    first: dict[str, int] = field(factory=dict)
+    first: int
     kept: dict[str, Trajectory] = field(factory=dict)
     size: int = 0
 
@@ -98,21 +97,17 @@ class Collector:
     # by task, in the order their first session came
     _open: dict[str, _Open] = field(factory=dict, init=False)
     _given: dict[str, None] = field(factory=dict, init=False)  # tasks, oldest first
-    # given, and not acknowledged by their reader yet: where each begins, by journal
-    _owed: dict[str, dict[str, int]] = field(factory=dict, init=False)
-    _seen: Position = field(factory=Position, init=False)
+    # given, and not acknowledged by their reader yet: where each begins
+    _owed: dict[str, int] = field(factory=dict, init=False)
+    _seen: Cursor = field(factory=Cursor, init=False)
     _size: int = field(default=0, init=False)
 
     @property
-    def position(self) -> Position:
-        """The last events up to which everything is done."""
-        held: dict[str, int] = {}
+    def position(self) -> Cursor:
+        """The last event up to which everything is done."""
         # copies: a reader's other thread may acknowledge while this one reads
-        for first in (*(each.first for each in tuple(self._open.values())), *tuple(self._owed.values())):
-            for journal, number in tuple(first.items()):
-                held[journal] = min(number, held.get(journal, number))
-        parts = self._seen.parts
-        return Position({each: min(number, held.get(each, number + 1) - 1) for each, number in parts.items()})
+        held = [*(each.first for each in tuple(self._open.values())), *tuple(self._owed.values())]
+        return evolve(self._seen, position=min([self._seen.position, *(first - 1 for first in held)]))
 
     @property
     def oldest(self) -> str | None:
@@ -123,7 +118,7 @@ class Collector:
         """Add one event. Return the group that it ends, unless that group was yielded before."""
         if event.kind == "gap":
             self._pass_gap(event)
-        self._seen = event.position
+        self._seen = event.cursor
         match event.kind:
             case "trajectory":
                 self._keep(event)
@@ -179,9 +174,7 @@ class Collector:
 
     def _waited(self, task_id: str, event: Event) -> _Open:
         """A task that needs this event."""
-        whose = self._open.setdefault(task_id, _Open())
-        whose.first.setdefault(event.journal, event.seq)
-        return whose
+        return self._open.setdefault(task_id, _Open(first=event.seq))
 
     def _pass_unreadable(self, event: Event) -> None:
         """Log what the node could not give. Without its `group` event a group is not given."""
@@ -191,25 +184,22 @@ class Collector:
             self.forget(found.task_id)
 
     def _pass_gap(self, gap: Event) -> None:
-        """Log that events were pruned. Smaller numbers mean another journal, whose node does not know the
-        tasks waited for.
+        """Log that events are missing. Smaller numbers mean that the log goes on from there, or is another
+        one: what was read beyond is not in it, or comes again.
         """
-        logger.warning(
-            "the node no longer keeps all events: groups in progress may lack sessions (%s)", gap.data
-        )
-        if gap.seq < self._seen.parts.get(gap.journal, 0):
-            for task_id in [each for each, task in self._open.items() if gap.journal in task.first]:
+        logger.warning("the log lacks events: groups in progress may lack sessions (%s)", gap.data)
+        if gap.seq < self._seen.position:
+            for task_id in [each for each, task in self._open.items() if task.first > gap.seq]:
                 self.forget(task_id)
-            for task_id in [each for each, first in self._owed.items() if gap.journal in first]:
-                del self._owed[task_id]
+            # their caller works on them still, and they hold the position until he has done so
+            for task_id, first in tuple(self._owed.items()):
+                self._owed[task_id] = min(first, gap.seq + 1)
 
 
 # ── acks ────────────────────────────────────────────────────────────
 
 # seconds between acknowledgements: each is one request and one commit; a lost one only repeats events
 ACK_EVERY_S = 1.0
-# a fleet gives up a node that is silent for 12 s, and others take its tasks
-LAST_S = 15.0
 # for the acknowledgements of a reader that leaves early: longer would look like a loop that does not end
 LEAVE_S = 5.0
 
@@ -222,28 +212,25 @@ class Acks:
     patience_s: float
     now: Callable[[], float]
     every_s: float = ACK_EVERY_S
-    _done: Position = field(factory=Position, init=False)
-    _sent: Position = field(factory=Position, init=False)
+    _done: Cursor = field(factory=Cursor, init=False)
+    _sent: Cursor = field(factory=Cursor, init=False)
     _said_at: float = field(init=False)
 
     @_said_at.default
     def _begins(self) -> float:
         return self.now()
 
-    def move(self, position: Position) -> None:
-        """Record that everything up to `position` is done. A smaller number than before is from another
-        journal.
+    def move(self, cursor: Cursor) -> None:
+        """Record that everything up to `cursor` is done. A smaller number than before is of another log, or
+        of the same one after a gap.
         """
-        if not position.covers(self._done):
-            self._sent = Position()
-        self._done = position
+        if cursor.position < self._done.position:
+            self._sent = Cursor()
+        self._done = cursor
 
     @property
     def _news(self) -> bool:
-        sent = self._sent.parts
-        return self.consumer is not None and any(
-            number > sent.get(journal, 0) for journal, number in self._done.parts.items()
-        )
+        return self.consumer is not None and self._done.position > self._sent.position
 
     def report(self) -> Script[None]:
         """Acknowledge if the position has moved and `every_s` seconds have passed since the last time."""
@@ -251,9 +238,8 @@ class Acks:
             return
         self._said_at = self.now()
         try:
-            answer = yield from ask(acknowledge(self.consumer, self._done))
-            if not answer.pending:
-                self._sent = self._done
+            yield from ask(acknowledge(self.consumer, self._done))
+            self._sent = self._done
         except Unreachable:
             return
         except ClientError as error:
@@ -264,11 +250,8 @@ class Acks:
         """Acknowledge at once, with retries. Raises ClientError and Unreachable when the patience ends."""
         if self.consumer is None or not self._news:
             return
-        answer = yield from patiently(
-            acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now)
-        )
-        if not answer.pending:
-            self._sent = self._done
+        yield from patiently(acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now))
+        self._sent = self._done
 
     def report_leaving(self) -> Script[None]:
         """Acknowledge what is not acknowledged yet, for a reader that leaves its loop. It has its own errors
@@ -284,35 +267,6 @@ class Acks:
                 "the last acknowledgement did not arrive, and what it covers comes again: %s", error
             )
         self._sent = self._done
-
-    def report_last(self) -> Script[None]:
-        """Acknowledge what is not acknowledged yet, with retries. A node of a fleet that does not come back
-        for LAST_S sends it again later, under the same keys.
-        """
-        if self.consumer is None or not self._news:
-            return
-        answer = yield from patiently(
-            acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now)
-        )
-        try:
-            if answer.pending:
-                patience = Patience(min(self.patience_s, LAST_S), self.now)
-                yield from acknowledged(self.consumer, self._done, patience)
-        except Unreachable as error:
-            logger.warning("the last acknowledgement did not reach every node: %s", error)
-        self._sent = self._done
-
-
-def acknowledged(consumer: str, position: Position, patience: Patience) -> Script[Acknowledged]:
-    """Acknowledge until every node of a fleet has it on its disk. Raises Unreachable when the patience ends
-    first.
-    """
-    while True:
-        answer = yield from patiently(acknowledge(consumer, position), patience)
-        if not answer.pending:
-            return answer
-        nodes = ", ".join(answer.pending)
-        yield Sleep(patience.pause(Unreachable(f"the fleet does not reach {nodes}: send it again later")))
 
 
 # ── streams ────────────────────────────────────────────────────────────
@@ -333,12 +287,12 @@ def events(follower: Follower, acks: Acks) -> Script[None]:
             if isinstance(event, Event):
                 yield Give(event)
                 follower.patience.renew()  # the time that the caller took does not count
-                acks.move(event.position)
+                acks.move(event.cursor)
                 yield from acks.report()
     except Left:
         yield from acks.report_leaving()
     else:
-        yield from acks.report_last()
+        yield from acks.report_now()
 
 
 def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
@@ -407,7 +361,7 @@ class Groups:
         except Left:
             yield from self.acks.report_leaving()
         else:
-            yield from self.acks.report_last()
+            yield from self.acks.report_now()
 
     def acknowledge(self, task_id: str) -> Any:
         """Record that the caller has finished a group, and send it. What is not sent here, because an

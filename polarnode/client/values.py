@@ -11,8 +11,8 @@ from attrs import field, frozen
 
 from polarnode.core.codec.json import read_json, structure
 from polarnode.core.codec.trajectories import read_trajectory
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.positions import ALONE, Position
 from polarnode.core.status import STARTING, RewardEvent, UnreadableEvent
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group, read_group
@@ -26,22 +26,23 @@ class Event:
 
     * `kind`: trajectory, group, task, gap or unreadable; attempt or reward where it was requested.
     * `key`: the same each time the event is delivered. `data`: the event's JSON.
-    * `id`: the position after it, which is what is acknowledged: a node's number, a fleet's opaque text.
-    * `seq`: its number in its node's `journal`, which is "" where a single node is read.
+    * `id`: the position after it, which is what is acknowledged: its number, and with it the log's name where
+      nodes share one.
+    * `seq`: its number. `journal`: that name, "" where a node is alone.
     """
 
     seq: int
     kind: str
     key: str
     data: Any
-    journal: str = ALONE
+    journal: str = ""
     id: str = field(default="", eq=False, repr=False)
     size: int = field(default=0, eq=False, repr=False)  # bytes as it came
 
     @property
-    def position(self) -> Position:
+    def cursor(self) -> Cursor:
         """Where a reader is after it."""
-        return Position.read(self.id) if self.id else Position({self.journal: self.seq})
+        return Cursor(position=self.seq, log=self.journal)
 
     @property
     def trajectory(self) -> Trajectory | None:

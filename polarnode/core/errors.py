@@ -75,10 +75,6 @@ class Conflict(PolarnodeError):
     boundary = "client"
 
 
-class Superseded(Conflict):
-    """A command of a fleet's front whose term is over."""
-
-
 class Busy(PolarnodeError):
     """No capacity now; a retry after `retry_after` seconds can succeed."""
 

@@ -27,6 +27,7 @@ from polarnode.client.requests import (
     Running,
     Script,
     Sleep,
+    acknowledge,
     query_string,
     submit,
 )
@@ -42,12 +43,12 @@ from polarnode.client.scripts import (
     patiently,
     read_event,
 )
-from polarnode.client.streams import LEAVE_S, LOOK_AFTER_S, Acks, Collector, Groups, acknowledged, events
+from polarnode.client.streams import LEAVE_S, LOOK_AFTER_S, Acks, Collector, Groups, events
 from polarnode.client.values import read_error
 from polarnode.core.codec import dump_json, trajectory_json
 from polarnode.core.codec.json import plain
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.positions import Position
 from polarnode.core.status import Submitted, UnreadableEvent
 from polarnode.core.task import CaptureSpec
 from polarnode.core.weights import AdaptersState, AdapterState, WeightsStatus
@@ -666,11 +667,11 @@ def test_an_unreadable_group_does_not_hold_the_position(caplog: pytest.LogCaptur
     data = trajectory_json(make_trajectory("t-0", task_id="t"))
     session = Event(seq=1, kind="trajectory", key="trajectory:t-0", data=data)
     assert collector.add(session) is None
-    assert collector.position.parts.get("", 0) == 0
+    assert collector.position.position == 0
     assert collector.add(unreadable_event(2, "trajectory", "t")) is None
-    assert collector.position.parts.get("", 0) == 0, "its group is still to come"
+    assert collector.position.position == 0, "its group is still to come"
     assert collector.add(unreadable_event(3, "group", "t")) is None
-    assert collector.position.parts.get("", 0) == 3
+    assert collector.position.position == 3
     assert "its row is damaged" in caplog.text
 
 
@@ -709,16 +710,16 @@ def test_a_group_that_comes_twice_on_one_stream_is_given_once() -> None:
     assert gathered is not None
     collector.done(gathered.group.task_id)
     assert collector.add(attrs.evolve(events_[0], seq=2)) is None
-    assert collector.position.parts.get("", 0) == 2
+    assert collector.position.position == 2
 
 
 def test_what_another_journal_never_heard_of_is_not_waited_for() -> None:
     collector = Collector()
     value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
     collector.add(Event(seq=40, kind="trajectory", key="trajectory:a-0", data=value, size=10))
-    assert (collector.oldest, collector.position.parts.get("", 0)) == ("a", 39)
+    assert (collector.oldest, collector.position.position) == ("a", 39)
     collector.add(Event(seq=0, kind="gap", key="gap", data={"after": 40, "oldest": 1}))
-    assert (collector.oldest, collector.position.parts.get("", 0)) == (None, 0)
+    assert (collector.oldest, collector.position.position) == (None, 0)
 
 
 def test_a_stream_that_keeps_ending_is_closed_and_given_up() -> None:
@@ -734,56 +735,49 @@ def test_a_stream_that_keeps_ending_is_closed_and_given_up() -> None:
     assert world.closed == 1
 
 
-# ── a fleet's stream ──────────────────────────────────────────────────────────
+# ── a log that nodes share ────────────────────────────────────────────────────
 
-FIRST, SECOND = "j" + "1" * 16, "j" + "2" * 16
+OLD, NEW = "7f-1-0", "7f-2-0"
 
 
-def fleet_event(position: Position, journal: str, kind: str, key: str, data: object) -> Event:
-    return Event(
-        seq=position.parts[journal], kind=kind, key=key, data=data, journal=journal, id=position.text, size=10
+def shared_event(seq: int, kind: str, key: str, data: object, log: str = OLD) -> Event:
+    return Event(seq=seq, kind=kind, key=key, data=data, journal=log, id=f"{log}:{seq}", size=10)
+
+
+def test_event_of_shared_log_names_it() -> None:
+    data = b'{"seq":4,"journal":"7f-1-0","key":"task:t","task":{}}'
+    found = read_event(Block(kind="task", id="7f-1-0:4", data=data))
+    assert (found.seq, found.journal, found.cursor) == (4, OLD, Cursor(position=4, log=OLD))
+    assert read_event(Block(kind="task", id="4", data=data)).cursor == Cursor(position=4)
+    with pytest.raises(Unreachable, match="no number"):
+        read_event(Block(kind="task", id="vAAAAAAAAAAAB", data=data))
+
+
+def test_acknowledgement_names_shared_log() -> None:
+    assert acknowledge("c", Cursor(position=4, log=OLD)).body == dump_json(
+        {"consumer": "c", "id": "7f-1-0:4"}
     )
+    assert acknowledge("c", Cursor(position=4)).body == dump_json({"consumer": "c", "seq": 4})
 
 
-def test_an_open_group_holds_its_own_journal_alone() -> None:
+def test_failover_keeps_what_the_log_still_has() -> None:
+    """A group that began before the gap holds the position still; one that is lost comes again, or never."""
     collector = Collector()
     value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
-    collector.add(fleet_event(Position({FIRST: 4}), FIRST, "trajectory", "trajectory:a-0", value))
-    collector.add(fleet_event(Position({FIRST: 4, SECOND: 9}), SECOND, "task", "task:b", {}))
-    collector.add(fleet_event(Position({FIRST: 5, SECOND: 9}), FIRST, "task", "task:c", {}))
-    assert collector.position == Position({FIRST: 3, SECOND: 9})
-    # the task moved: the owner gives the same session again, and holds its own journal too
-    collector.add(
-        fleet_event(Position({FIRST: 5, SECOND: 10}), SECOND, "trajectory", "trajectory:a-0", value)
-    )
-    assert collector.position == Position({FIRST: 3, SECOND: 9})
-    body = {"task_id": "a", "group_id": "a", "sessions": [], "state": "complete"}
-    found = collector.add(fleet_event(Position({FIRST: 5, SECOND: 11}), SECOND, "group", "group:a", body))
-    assert found is not None
-    collector.done(found.group.task_id)
-    assert collector.position == Position({FIRST: 5, SECOND: 11})
-    # and its first home, back, has the group too
-    again = collector.add(fleet_event(Position({FIRST: 6, SECOND: 11}), FIRST, "group", "group:a", body))
-    assert again is None
-    assert collector.position == Position({FIRST: 6, SECOND: 11})
-
-
-def test_nodes_that_were_not_reached_are_sent_the_acknowledgement_again() -> None:
-    now = [0.0]
-    script = acknowledged("c", Position({FIRST: 1}), Patience(60.0, lambda: now[0]))
-    asked = next(script)
-    assert isinstance(asked, Ask)
-    assert asked.request.body == dump_json({"consumer": "c", "id": Position({FIRST: 1}).text})
-    pause = script.send(b'{"id": "", "pending": ["node-2"]}')
-    assert isinstance(pause, Sleep)
-    assert isinstance(script.send(None), Ask)
-    with pytest.raises(StopIteration):
-        script.send(b'{"id": "v", "pending": []}')
-    now[0] = 61.0
-    script = acknowledged("c", Position({FIRST: 1}), Patience(0.0, lambda: now[0]))
-    next(script)
-    with pytest.raises(Unreachable, match="does not reach node-2"):
-        script.send(b'{"id": "", "pending": ["node-2"]}')
+    collector.add(shared_event(4, "trajectory", "trajectory:a-0", value))
+    collector.add(shared_event(9, "trajectory", "trajectory:b-0", value | {"task_id": "b"}))
+    body = {"task_id": "c", "group_id": "c", "sessions": [], "state": "complete"}
+    given = collector.add(shared_event(10, "group", "group:c", body))
+    assert given is not None
+    collector.gave("c")
+    collector.add(shared_event(7, "gap", "gap", {"after": 10, "oldest": 8, "reason": "lost"}, NEW))
+    assert collector.position == Cursor(position=3, log=NEW)
+    collector.forget("a")
+    assert (collector.oldest, collector.position.position) == (None, 7)
+    assert collector.add(shared_event(8, "group", "group:c", body, NEW)) is None, "its caller has it already"
+    assert collector.position.position == 7, "and works on it still"
+    collector.done("c")
+    assert collector.position == Cursor(position=8, log=NEW)
 
 
 def slow_reader(requires: dict[str, Any] | None, **answers: Any) -> World:

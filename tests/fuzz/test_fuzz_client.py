@@ -20,8 +20,8 @@ from polarnode.client.scripts import Follower, Following, Patience
 from polarnode.client.streams import Acks, Collector, Groups, events, objects
 from polarnode.client.values import ClientError, Event, Unreachable, read_error
 from polarnode.core.codec.trajectories import trajectory_json
+from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.positions import ALONE, Position
 from polarnode.core.task import GroupSpec
 from polarnode.groups.group import facts_of, group_json, judged
 
@@ -188,7 +188,7 @@ READS: tuple[Callable[[], ClientRequest[Any]], ...] = (
     lambda: requests.task_status("t"),
     lambda: requests.tasks(limit=1, before=None),
     lambda: requests.cancel("t"),
-    lambda: requests.acknowledge("c", Position({ALONE: 1})),
+    lambda: requests.acknowledge("c", Cursor(position=1)),
     lambda: requests.trajectory("s1"),
     requests.consumers,
     requests.status,
@@ -200,7 +200,7 @@ ANSWERS: tuple[Any, ...] = (
     {"tasks": [{"task_id": "t"}]},
     {"task_id": "t", "cancelled": True},
     {"consumer": "c", "position": 3},
-    {"consumer": "c", "id": Position({"j" + "a" * 16: 3}).text, "pending": ["n1"]},
+    {"consumer": "c", "position": 3, "id": "7f-1-0:3", "pending": []},
     {"consumers": [{"consumer": "c", "position": 1, "acknowledged": 1.0, "behind": 0, "held_bytes": 0}]},
     {"error": {"type": "conflict", "message": "another task has it", "path": "$.task_id"}},
 )

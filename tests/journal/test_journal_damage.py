@@ -24,6 +24,7 @@ from polarnode.core.trajectory import LeftOut, Outcome, Trajectory
 from polarnode.journal.damage import checksum, encoded
 from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.schema import PAGE_BYTES
 from polarnode.journal.values import Filters, json_encoder
 from polarnode.merge.trajectory import Result, assemble
@@ -196,7 +197,7 @@ async def test_what_is_too_deep_is_replaced_in_place(opened: Open, depth: int, p
         assert TOO_DEEP in str(body[part])
         assert len(body["traces"]) == 1
         for query in (Query(), Query(format="slime"), Query(kind="sft")):
-            response: Any = export(journal, query).response
+            response: Any = export(SqliteLog(journal), journal.read, query).response
             lines = b"".join([part async for part in response]).splitlines()
             assert len(lines) == (0 if query.kind == "sft" else 3)
 

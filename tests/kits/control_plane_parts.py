@@ -12,7 +12,6 @@ from urllib.parse import urlencode
 import h11
 import trio
 from attrs import define, field, frozen
-from journal_writes import submit_task
 
 from polarnode.api.app import Extension, control_plane
 from polarnode.api.fork_routes import ForkRoutes
@@ -40,6 +39,8 @@ from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import Log
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import Retention
 from polarnode.rollouts.session import LOG_LIMIT
 from polarnode.support.metrics import NodeCounters
@@ -69,6 +70,11 @@ class TaskTaker:
     generation: Any = None
     captures: Any = field(factory=NoCaptures)
     listed: tuple[LiveSessionStatus, ...] = ()
+    log: Log = field()
+
+    @log.default
+    def _alone(self) -> Log:
+        return SqliteLog(self.journal)
 
     def sessions(self) -> tuple[LiveSessionStatus, ...]:
         return self.listed
@@ -79,8 +85,8 @@ class TaskTaker:
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
         if self.refuses is not None:
             raise self.refuses
-        known = await self.journal.task_of_key(idempotency_key) if idempotency_key else None
-        known = known or (await self.journal.task(spec.task_id) if spec.task_id else None)
+        known = await self.log.task_of_key(idempotency_key) if idempotency_key else None
+        known = known or (await self.log.task(spec.task_id) if spec.task_id else None)
         if known is not None and known.spec != spec:
             raise Conflict(
                 f"another task has the id or key {spec.task_id or idempotency_key!r}: choose a new one"
@@ -95,8 +101,12 @@ class TaskTaker:
             raise DiskFull("the disk is full: make room")
         task_id = spec.task_id or f"task-{len(self.live)}"
         sessions = tuple(f"{task_id}-{index}" for index in range(spec.num_samples))
-        submit_task(
-            self.journal, spec, task_id=task_id, session_ids=sessions, idempotency_key=idempotency_key
+        await self.log.submit(
+            spec,
+            task_id=task_id,
+            session_ids=sessions,
+            idempotency_key=idempotency_key,
+            submitted=self.journal.now(),
         )
         self.live.add(task_id)
         return Submitted(task_id=task_id, session_ids=sessions)
@@ -327,9 +337,11 @@ async def open_plane(
     port: int = 0,
     retention: Retention | None = None,
     connections: int | None = None,
+    log: Log | None = None,
 ) -> AsyncIterator[Plane]:
+    """`log`: one that other nodes have too, in place of the journal."""
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
-        service = TaskTaker(journal=journal)
+        service = TaskTaker(journal=journal, log=log or SqliteLog(journal))
         history = History(figures=service.figures, now=lambda: 1.0)
         rows = (
             *Routes(service=service, sessions_dir=path.parent).rows(),

@@ -781,15 +781,21 @@ PARTS = (
     ),
 )
 
-POSITIONS = "tests/core/test_positions.py"
+CURSORS = "tests/core/test_cursors.py"
 
 FLEET = rules(
-    "core.positions",
+    "core.cursors",
     (
-        "an older acknowledgement moves a reader back",
-        "max(ours.get(each, 0), theirs.get(each, 0))",
-        "theirs.get(each, ours.get(each, 0))",
-        (POSITIONS,),
+        "a position in a shared log does not name it",
+        'f"{self.log}:{self.position}" if self.log else str(self.position)',
+        "str(self.position)",
+        (CURSORS,),
+    ),
+    (
+        "a position of an old fleet is no more than garbled",
+        "if OLD_FLEET.fullmatch(text):",
+        "if False:",
+        (CURSORS,),
     ),
 )
 

@@ -68,7 +68,9 @@ def find_gap(db: Database, asked: Cursor) -> tuple[LogGap | None, str, int, int,
     row = db.execute(WHERE_WE_ARE, {"log": asked.log}).fetchone()
     assert row is not None
     name, last, pruned = row["identity"], row["position"], row["pruned"]
-    gap = gap_of(asked, log=name, last=last, pruned=pruned, known=bool(row["known"]), lost_after=row["next"])
+    # a name of today that is not noted yet has no event of its own
+    lost_after = last if row["next"] is None and asked.log != name else row["next"]
+    gap = gap_of(asked, log=name, last=last, pruned=pruned, known=bool(row["known"]), lost_after=lost_after)
     return gap, name, asked.position if gap is None else gap.position, pruned, last
 
 

@@ -114,7 +114,8 @@ class PostgresLog:
 
     async def reachable(self) -> str | None:
         await trio.lowlevel.checkpoint()
-        away = self._watcher.away or self._writer.away
+        # the watcher asks every second; the others notice that the server is back when they are used
+        away = self._watcher.away
         silent = 0.0 if self._answered is None else time.monotonic() - self._answered
         if away is None and silent > SILENT_S:
             return f"it has not answered for {silent:.0f} seconds"
