@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polarnode.cli.doctor_cache import cache
+from polarnode.cli.doctor_log import log_findings
 from polarnode.cli.options import names_written
 from polarnode.cli.output import harmless, open_console
 from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
@@ -220,8 +221,11 @@ def findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
 def _findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
     required = list(requirements(config))
     yield from required
-    yield from kernel_limits(config)
-    yield disk(store_dir(config))
+    if config.log is not None:
+        yield from log_findings(config.log)
+    if config.runs_tasks:
+        yield from kernel_limits(config)
+        yield disk(store_dir(config))
     yield state_disk(Path(config.state_dir))
     if config.engine == "simulated":
         yield simulated(config)
