@@ -192,4 +192,4 @@ def _standbys(db: Database, server: dict[str, Any]) -> Finding:
 
 
 def _one(db: Database, query: str, *values: object) -> dict[str, Any]:
-    return db.execute(sql.SQL(query), values).fetchone() or {}  # type: ignore[arg-type]
+    return db.execute(sql.SQL(query), values).fetchone() or {}
