@@ -30,7 +30,7 @@ class HostReport:
 @frozen(kw_only=True)
 class WeightsReport:
     """An update that is served. `seconds` is the time it took. `created` is False when the version was served
-    before and the same answer is returned again.
+    before and the same answer is returned again. `stale` names the nodes of the log that do not serve it yet.
     """
 
     version: str
@@ -39,6 +39,7 @@ class WeightsReport:
     seconds: float
     hosts: tuple[HostReport, ...] = ()
     created: bool = True
+    stale: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -72,7 +73,8 @@ class WeightsState:
     it is.
 
     `versions` are those since the node started, oldest first; `released` names the GPU memory that is lent;
-    `ranks` counts the node's GPUs, its ranks in a process group.
+    `ranks` counts the node's GPUs, its ranks in a process group. `stale` names the nodes of the log that do
+    not serve its current version, and take no tasks until they do.
     """
 
     version: str
@@ -85,12 +87,14 @@ class WeightsState:
     last_seconds: float | None = None
     warning: str | None = None
     ranks: int = 0
+    stale: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)
 class AdapterReport:
     """A version of an adapter that is served: each call of its sessions that begins from now on is sampled by
-    it. `seconds` is the time it took; `created` is False when it was served already.
+    it. `seconds` is the time it took; `created` is False when it was served already. `stale` names the nodes
+    of the log that do not serve it yet.
     """
 
     name: str
@@ -98,6 +102,7 @@ class AdapterReport:
     source: Mapping[str, str] = field(factory=dict)
     seconds: float = 0.0
     created: bool = True
+    stale: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -1,13 +1,15 @@
-"""The adapters of a node: their files below its state_dir, their versions in its journal, and both after a
+"""The adapters of a node: their files below its state_dir, their versions in the log, and both after a
 restart.
 
 The files of a version are the node's own copy, written whole before the engine is told of them, so that a
-restarted engine host or node has them whatever became of the trainer's. A version is in the journal before a
-token is sampled by it, and what is in the journal is served: a node that is killed before serves the version
+restarted engine host or node has them whatever became of the trainer's. A version is in the log before a
+token is sampled by it, and what is in the log is served: a node that is killed before serves the version
 before, one that is killed after the new one. A version that cannot be served again is named in status, and
-the tasks of its adapter are refused with the reason.
+the tasks of its adapter are refused with the reason. Where nodes share a log, `follow` takes what the others
+were sent.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -43,8 +45,11 @@ from polarnode.engine.checkpoints import (
     head,
     opened_regular,
 )
+from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import AdapterOrder, DiskSource, Served
-from polarnode.engine.weights import HISTORY, WRITTEN_S, Weights, plain_of, served_of
+from polarnode.engine.weights import WRITTEN_S, Weights, plain_of, served_of
+from polarnode.journal.entries import is_deleted
+from polarnode.journal.log.port import LogWeights
 from polarnode.support.bounded import private_opener
 
 # a part of a path on every disk, of a URL, and a name in the engine
@@ -53,6 +58,7 @@ VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:~-]{0,127}")
 MOST_BYTES: Final = 4 << 30
 COPIED: Final = 16 << 20  # bytes between looks at the disk's room: some 10 ms
 SHOWN_CHARS: Final = 200  # of the base that an adapter names, in a sentence: a path has fewer
+_log = logging.getLogger(__name__)
 INCOMING: Final = ".incoming-"  # a folder that is not whole; no adapter's name begins so
 
 
@@ -69,6 +75,7 @@ class AdapterStore:
     slots: int = 0
     _served: dict[str, Served] = field(factory=dict, init=False)
     _updates: int = field(default=0, init=False)
+    _unable: set[str] = field(factory=set, init=False)  # versions of the log that cannot be served here
 
     def __attrs_post_init__(self) -> None:
         self.folder = self.folder.absolute()  # engine hosts work in folders of their own
@@ -85,14 +92,15 @@ class AdapterStore:
             raise Refused("source.path must be an absolute path of this machine", path="$.source.path")
         with self._incoming(order.name) as folder:
             await trio.to_thread.run_sync(self._copy, source, folder)
-            return await self._serve(order.name, order.version, folder, {"path": str(source)})
+            report = await self._serve(order.name, order.version, folder, {"path": str(source)})
+        return await self._spread(report)
 
     async def serve_from_start(self, folders: Mapping[str, str], report: Callable[[str], None]) -> None:
         """Serve adapters that the settings name. Their versions are named after their content, so that a
         restart serves the same one. Later versions of a name stay; ConfigError for what cannot be served.
         """
         for name, path in folders.items():
-            digest = await trio.to_thread.run_sync(_digest, Path(path))
+            digest = await trio.to_thread.run_sync(digest_of, Path(path))
             source = DiskSource(path=str(await trio.Path(path).absolute()))
             try:
                 await self.update(
@@ -114,7 +122,14 @@ class AdapterStore:
         with self._incoming(name) as folder:
             await self._write(folder / TENSORS, body, announced)
             await trio.to_thread.run_sync(_unpack_config, folder)
-            return await self._serve(name, version, folder, {})
+            report = await self._serve(name, version, folder, {})
+        return await self._spread(report)
+
+    async def _spread(self, report: AdapterReport) -> AdapterReport:
+        """The report once the other nodes of the log serve a version too, or had the time to."""
+        seconds = self.weights.spread_s + 2 * report.seconds
+        await self.weights.spread(report.version, report.name, seconds=seconds)
+        return evolve(report, stale=await self.weights.lacking(report.version, report.name))
 
     async def delete(self, name: str) -> AdapterState | None:
         """Forget an adapter, and its files. Conflict while sessions sample by it; None where it is
@@ -129,9 +144,12 @@ class AdapterStore:
             served = self._served.pop(name)
             with trio.CancelScope(shield=True):  # bounded by WRITTEN_S
                 gone = evolve(served, source={**served.source, "deleted": "true"})
-                self.weights.journal.weights_changed(served.version, plain_of(gone))
-                await self._written()
+                with trio.move_on_after(WRITTEN_S):
+                    await self.weights.log.change_weights(
+                        served.version, plain_of(gone), model=self.weights.name
+                    )
                 await trio.to_thread.run_sync(_remove, self.folder / name)
+                await self.weights.tell_serving()
             return evolve(state, loaded=False)
 
     def status(self) -> AdaptersState:
@@ -217,9 +235,10 @@ class AdapterStore:
 
     async def _serve(self, name: str, version: str, folder: Path, source: dict[str, str]) -> AdapterReport:
         began = trio.current_time()
-        digest = await trio.to_thread.run_sync(_digest, folder)
+        digest = await trio.to_thread.run_sync(digest_of, folder)
         async with self.weights.alone():
             if (again := await self._again(name, version, digest)) is not None:
+                await self.weights.settle(version, name)
                 return again
             self.weights.insist_free()
             base = self.weights.engines.versions[-1]
@@ -246,6 +265,7 @@ class AdapterStore:
                         place.parent.rmdir()  # of an adapter that has no other version
                     raise
                 await self._prune(name)
+                await self.weights.settle(version, name)
             self._updates += 1
             return _report(self._served[name], created=True)
 
@@ -254,7 +274,7 @@ class AdapterStore:
         would sample from a policy that nobody trains. The node's own checkpoint has many names, and is known
         by not being any other weights; those of an update, by their version or their folder.
         """
-        updates = [served_of(row) for row in await self.weights.journal.weights(HISTORY)]
+        updates = await self.weights.history()
         named = await trio.to_thread.run_sync(_other_base, folder, updates, version, self.weights.model)
         if named is not None:
             base = shortened(named, SHOWN_CHARS) or "a base that it does not name"
@@ -266,15 +286,14 @@ class AdapterStore:
 
     async def _write_down(self, served: Served, began: float) -> None:
         served = evolve(served, seconds=trio.current_time() - began)
-        self.weights.journal.weights_served(served.version, plain_of(served))
-        await self._written()
+        await self.weights.write_down(served)
         self._served[served.source["adapter"]] = served
 
     async def _again(self, name: str, version: str, digest: str) -> AdapterReport | None:
         """The report of a version that is served already; None for a new one, or one that this node served
         last and could not bring back. Conflict for a version that names other weights.
         """
-        row = await self.weights.journal.weights_of(version)
+        row = await self.weights.log.weights_of(version, model=self.weights.name)
         if row is None:
             if version in self.weights.engines.versions:
                 raise Conflict(
@@ -285,16 +304,13 @@ class AdapterStore:
         if row.adapter != name or recorded.digest != digest or "deleted" in recorded.source:
             raise Conflict(f"version {version!r} named other weights: give these a version of their own")
         if (current := self._served.get(name)) is not None and current.version == version:
-            lost = name in self.weights.engines.adapters.lost
-            return None if lost else _report(recorded, created=False)
+            return None if self._is_lost(name) else _report(recorded, created=False)
+        if current is None and (row.current or not row.counted):  # another node of the log was sent it
+            return None
         raise Conflict(
             f"version {version!r} of adapter {name!r} was served before and another is now: give these"
             " weights a version of their own"
         )
-
-    async def _written(self) -> None:
-        with trio.move_on_after(WRITTEN_S):
-            await self.weights.journal.flushed()
 
     async def _prune(self, name: str) -> None:
         """Remove the files of versions that no engine host could be asked to load again."""
@@ -308,11 +324,100 @@ class AdapterStore:
 
         await trio.to_thread.run_sync(prune)
 
+    # ── what other nodes of the log were sent ─────────────────────────────────
+
+    async def forget_deleted(self) -> None:
+        """Drop what was deleted at another node. Sessions that sample by it here end first."""
+        for row in await self._rows():
+            here = self._served.get(row.adapter)
+            if is_deleted(row.body) and here is not None and here.version == row.version:
+                async with self.weights.alone():
+                    with suppress(Conflict):
+                        self.weights.engines.adapters.drop(row.adapter)
+                        del self._served[row.adapter]
+                        await trio.to_thread.run_sync(_remove, self.folder / row.adapter)
+
+    async def follow(self, copies: Copies) -> None:
+        """Serve the versions of the log that count. What cannot be done now is tried at the next look."""
+        for row in await self._rows():
+            here = self._served.get(row.adapter)
+            if is_deleted(row.body):
+                continue
+            if here is not None and here.version == row.version and not self._is_lost(row.adapter):
+                if self.weights.incarnation not in row.holders or not row.current:
+                    await self.weights.settle(row.version, row.adapter)
+            elif row.current or not row.counted:
+                await self._take(served_of(row), row, copies)
+
+    async def _rows(self) -> list[LogWeights]:
+        """The newest version of each adapter and the one that counts; that one last, which is served then."""
+        weights = self.weights
+        rows = await weights.log.weights(model=weights.name, adapters=True, latest=True)
+        return sorted(rows, key=lambda each: each.current)
+
+    async def folder_of(self, version: str) -> Path | None:
+        """The files of a version of an adapter that this node has, unchanged."""
+        row = await self.weights.log.weights_of(version, model=self.weights.name)
+        if row is None or not row.adapter:
+            return None
+        place = self.folder / row.adapter / version
+        whole = await trio.to_thread.run_sync(digest_of, place) == served_of(row).digest
+        return place if whole else None
+
+    def _is_lost(self, name: str) -> bool:
+        return name in self.weights.engines.adapters.lost
+
+    async def _take(self, served: Served, row: LogWeights, copies: Copies) -> None:
+        """Have the files of a version, say so, and serve it if it counts."""
+        weights, name = self.weights, row.adapter
+        base = weights.engines.versions[-1]
+        if served.source["base"] != base or row.version in self._unable:
+            return
+        try:
+            weights.engines.adapters.insist()
+        except Conflict as refused:
+            self._cannot(name, row.version, str(refused))
+            return
+        place = self.folder / name / row.version
+        if await trio.to_thread.run_sync(digest_of, place) != served.digest:
+            with self._incoming(name) as folder:
+                if not await copies.copy(row, folder):
+                    return
+                if await trio.to_thread.run_sync(digest_of, folder) != served.digest:
+                    _log.error(
+                        "the copy of version %s of adapter %s is not what the log names", row.version, name
+                    )
+                    return
+                await trio.to_thread.run_sync(_place, folder, place)
+        await weights.log.hold_weights(row.version, weights.incarnation, model=weights.name)
+        if not row.current and not await weights.make_count(row.version, name):
+            return
+        async with weights.alone():
+            try:
+                weights.insist_free()
+                await weights.engines.adapters.put(name, row.version, place)
+            except Conflict:  # the base is being updated, or its memory is lent
+                return
+            except (EngineError, Refused) as error:
+                self._cannot(name, row.version, str(error))
+                return
+            self._served[name] = served
+            self._updates += 1
+            await self._prune(name)
+        _log.info("version %s of adapter %s of the log is served", row.version, name)
+
+    def _cannot(self, name: str, version: str, why: str) -> None:
+        """Note that a version cannot be served here: no task that needs it is taken, and nobody waits."""
+        self._unable.add(version)
+        self.weights.unable.add(name)
+        _log.error("version %s of adapter %s of the log cannot be served here: %s", version, name, why)
+
     # ── after a restart ───────────────────────────────────────────────────────
 
     async def restore(self, report: Callable[[str], None]) -> None:
         """Serve each adapter's last version again, and `report` what was not whole or cannot be served."""
-        rows = [served_of(row) for row in await self.weights.journal.adapters()]
+        found = await self.weights.log.weights(model=self.weights.name, adapters=True)
+        rows = [served_of(row) for row in found if row.counted]
         last: dict[str, Served] = {}
         for served in rows:
             last.setdefault(served.source["adapter"], served)
@@ -341,13 +446,13 @@ class AdapterStore:
     async def _why_not(self, name: str, served: Served) -> str | None:
         """Why a version cannot be served again; None when it is served now."""
         base, folder = self.weights.engines.versions[-1], self.folder / name / served.version
-        if served.model != self.weights.model:
+        if served.model != self.weights.model and not self.weights.log.shared:
             return f"is of another model, {served.model}"
         if served.source["base"] != base:
             return f"is of the base weights {served.source['base']!r}, and {base!r} are served"
         if not await trio.Path(folder).is_dir():
             return f"has no files any more: {folder} is gone"
-        if await trio.to_thread.run_sync(_digest, folder) != served.digest:
+        if await trio.to_thread.run_sync(digest_of, folder) != served.digest:
             return f"has damaged files: those in {folder} have changed"
         try:
             await self.weights.engines.adapters.put(name, served.version, folder)
@@ -417,7 +522,7 @@ def _real(path: str | None) -> str:
     return os.path.realpath(path) if path and "\0" not in path else path or ""
 
 
-def _digest(folder: Path) -> str:
+def digest_of(folder: Path) -> str:
     """Of the content of both files; empty where one is missing."""
     whole = sha256()
     for name in (CONFIG, TENSORS):

@@ -245,6 +245,11 @@ class Engines:
         for host in self._hosts:
             host.residents.cold()
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the node itself changes the weights; those of an external engine are its owner's."""
+        return self._external is None
+
     def insist_own(self) -> None:
         """Raise Conflict for weights or memory of an external engine, which are its owner's."""
         if self._kind == "none":

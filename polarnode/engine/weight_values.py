@@ -8,6 +8,7 @@ would otherwise hold gigabytes.
 
 import binascii
 from base64 import b64decode
+from collections.abc import Sequence
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -153,6 +154,15 @@ def source_record(order: UpdateOrder, buckets: int) -> dict[str, str]:
             return {"kind": "tensor", "buckets": str(buckets)}
         case DistributedSource(group=group):
             return {"kind": "distributed", "group": group, "buckets": str(buckets)}
+
+
+def in_order(logged: Sequence[str], served: Sequence[str], *, after: str | None) -> tuple[str, ...]:
+    """The versions of a log, oldest first, with those that a node served and the log does not have: it began
+    with them when `after` was the last one of the log.
+    """
+    first = list(logged).index(after) + 1 if after is not None and after in logged else 0
+    own = [each for each in served if each not in logged]
+    return (*logged[:first], *own, *logged[first:])
 
 
 # ── buckets ────────────────────────────────────────────────────────────

@@ -1,13 +1,19 @@
-"""The weights a node serves: one update at a time, on all hosts or on none, recorded in the journal.
+"""The weights a node serves: one update at a time, on all hosts or on none, recorded in the log.
 
-A version is in the journal before a token is sampled by it. The trainer that sent an update may leave at any
+A version is in the log before a token is sampled by it. The trainer that sent an update may leave at any
 time, but an update that began ends within a bound. A restarted node serves the weights it served last, or
 reports why it does not.
+
+Nodes that share a log serve one version. It **counts**, as the log's current one, when two nodes have its
+files, or the only node that is alive has; a node that serves another one claims no tasks. The node that was
+asked loads a version first, and the others find it in the log and take it from there (`following.py`).
+Weights that a trainer sent from its memory have no files: they count with the first node that serves them.
 """
 
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
@@ -16,11 +22,12 @@ from attrs import define, evolve, field
 
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
-from polarnode.core.errors import Conflict, EngineError, Refused
+from polarnode.core.errors import Busy, Conflict, EngineError, Refused
 from polarnode.core.weights import HostReport, UpdateOpened, WeightsReport, WeightsState
 from polarnode.engine.checkpoints import BadCheckpoint, check_files, fingerprint
 from polarnode.engine.engines import Engines
 from polarnode.engine.host import Loaded
+from polarnode.engine.protocol import LoadDisk
 from polarnode.engine.update import Make, Update
 from polarnode.engine.weight_values import (
     DiskSource,
@@ -29,17 +36,18 @@ from polarnode.engine.weight_values import (
     UpdateOrder,
     check,
     digest,
+    in_order,
     loads,
     source_record,
 )
-from polarnode.journal.entries import WeightsRow
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.port import RETRY_S, Log, LogAway, LogWeights, NodeRow
 from polarnode.support.concurrency import open_background
 
 logger = logging.getLogger(__name__)
 
 
-def served_of(row: WeightsRow) -> Served:
+def served_of(row: LogWeights) -> Served:
     return evolve(structure(row.body, Served), at=row.at)
 
 
@@ -60,15 +68,16 @@ def report_of(served: Served, *, created: bool) -> WeightsReport:
 
 
 async def report_if_served(
-    journal: Journal, versions: Sequence[str], order: UpdateOrder
+    log: Log, model: str, versions: Sequence[str], order: UpdateOrder, folder: Path | None = None
 ) -> WeightsReport | None:
     """The report of an order whose weights are served already; None for a new one. Conflict for a version
     that names other weights.
 
     `versions` were served since the node started. A version that was served last before a restart, and could
-    not be loaded afterwards, may be sent again.
+    not be loaded afterwards, may be sent again. `folder` has the files that are served, where that is not
+    known from the order.
     """
-    row = await journal.weights_of(order.version)
+    row = await log.weights_of(order.version, model=model)
     if row is None:
         if order.version in versions:
             raise Conflict(
@@ -81,7 +90,7 @@ async def report_if_served(
             f"version {order.version!r} is one of adapter {row.adapter!r}: give the base weights one of"
             " their own"
         )
-    recorded, last = served_of(row), (await journal.weights(1))[0]
+    recorded, last = served_of(row), (await log.weights(model=model, limit=1))[0]
     if (isinstance(order.source, DiskSource) and recorded.digest != digest(order)) or recorded.source[
         "kind"
     ] != order.source.kind:
@@ -90,13 +99,13 @@ async def report_if_served(
             " their own"
         )
     if order.version == versions[-1] and recorded.digest == digest(order):
-        if not await _unchanged(recorded):
+        if not await _unchanged(recorded, folder):
             raise Conflict(
                 f"version {order.version!r} was served from files that have changed"
                 " since: give these weights a version and a folder of their own"
             )
         return report_of(recorded, created=False)
-    if order.version in versions or order.version != last.version or not await _unchanged(recorded):
+    if order.version in versions or order.version != last.version or not await _unchanged(recorded, folder):
         raise Conflict(
             f"version {order.version!r} was served before and others are now: give these weights a version of"
             " their own"
@@ -104,44 +113,63 @@ async def report_if_served(
     return None
 
 
-async def _unchanged(recorded: Served) -> bool:
+async def _unchanged(recorded: Served, folder: Path | None) -> bool:
     """Whether the same version still means the same weights; of a trainer's own tensors this is assumed."""
-    return (
-        recorded.source["kind"] != "disk"
-        or await trio.to_thread.run_sync(fingerprint, Path(recorded.source["path"])) == recorded.files
+    if recorded.source["kind"] != "disk":
+        return True
+    seen = await trio.to_thread.run_sync(fingerprint, Path(recorded.source["path"]))
+    return seen == recorded.files or (seen == "" and folder is not None)
+
+
+def folder_here(served: Served, copies: Path) -> Path | None:
+    """A folder of this machine with the files of a version, unchanged: the one that its trainer named, or a
+    copy that this node took from another. Reads the disk.
+    """
+    if served.source["kind"] != "disk" or not served.files:
+        return None
+    own = copies / sha256(served.version.encode()).hexdigest()[:16]
+    return next(
+        (each for each in (Path(served.source["path"]), own) if fingerprint(each) == served.files), None
     )
 
 
-async def last_weights(journal: Journal, model: str, *, resume: bool) -> tuple[Loaded | None, str | None]:
+async def last_weights(
+    log: Log, model: str, name: str, copies: Path, *, resume: bool
+) -> tuple[Loaded | None, str | None]:
     """The weights to serve instead of `model`'s own, and a sentence if the last version cannot or must not be
-    served.
+    served. `name` is the model's in the log; `copies` is the folder of this node's own copies.
     """
-    rows = await journal.weights(1)
-    if not rows:
+    row = next((each for each in await log.weights(model=name, limit=HISTORY) if each.counted), None)
+    if row is None:
         return None, None
-    last = served_of(rows[0])
-    if (why := await trio.to_thread.run_sync(_why_not, last, model, resume)) is None:
-        return Loaded(version=last.version, path=last.source["path"], files=last.files), None
+    last = served_of(row)
+    folder = await trio.to_thread.run_sync(folder_here, last, copies)
+    why = _why_not(last, model, folder, resume=resume, shared=log.shared)
+    if why is None:
+        return Loaded(version=last.version, path=str(folder), files=last.files), None
+    others = "the node has them from another one" if log.shared else "an update"
     return (
         None,
         (
-            f"weights {last.version!r}, the last of this journal, are not served: {why}; those of {model}"
-            " are, until an update"
+            f"weights {last.version!r}, the last that were served, are not: {why}; those of {model} are,"
+            f" until {others}"
         ),
     )
 
 
-def _why_not(last: Served, model: str, resume: bool) -> str | None:
-    if not resume:
+def _why_not(last: Served, model: str, folder: Path | None, *, resume: bool, shared: bool) -> str | None:
+    if not resume and not shared:
         return "resume_weights is false"
-    if last.model != model:
+    if last.model != model and not shared:  # machines of one log may have a model at different paths
         return f"they are of another model, {last.model}"
     if last.source["kind"] != "disk":
         return f"they came as {last.source['kind']} from a trainer, and no disk has them"
     path = Path(last.source["path"])
-    if not path.is_dir():
-        return f"their folder {path} is gone"
-    return None if fingerprint(path) == last.files else f"the files under {path} have changed since"
+    if folder is None:
+        return (
+            f"the files under {path} have changed since" if path.is_dir() else f"their folder {path} is gone"
+        )
+    return None
 
 
 # seconds for one update, everything included: 70 GB from a network disk take four minutes, on a bad day three
@@ -156,6 +184,13 @@ OPEN_S = 30.0  # seconds for the files of a checkpoint to open, a hundred of the
 WRITTEN_S = 5.0
 CLOSE_S = 30.0  # seconds to roll back what is open when the node ends: its engines end next
 HISTORY = 100  # versions listed: a trainer's last hours
+# versions whose order is kept for the staleness of tokens: no trainer uses samples that are this many updates
+# old
+ORDERED = 512
+# seconds that the other nodes may take beyond twice what this one took: one that must copy the files reads
+# them twice, and a busy one begins late
+SPREAD_S = 60.0
+LOOK_S = 1.0  # between looks at what the others serve, where nobody tells
 
 
 @define(eq=False)
@@ -175,12 +210,28 @@ class _Open:
 
 @define(eq=False)
 class Weights:
-    """Made by `open_weights`. `model` is the checkpoint the node was started with."""
+    """Made by `open_weights`. `model` is the checkpoint the node was started with, `name` what it is called
+    in the log, `copies` the folder of files that came from other nodes. `incarnation` is the node's, once it
+    has joined the log.
+    """
 
     engines: Engines
     journal: Journal
+    log: Log
     model: str
+    name: str
+    copies: Path
     warning: str | None = None
+    incarnation: int = 0
+    spread_s: float = SPREAD_S
+    # other nodes that do not serve what counts, as of the last look
+    stale: tuple[str, ...] = field(default=(), init=False)
+    # by adapter, the versions that counted or were served here, oldest first; "" is the base
+    _logged: dict[str, tuple[str, ...]] = field(factory=dict, init=False)
+    _started_after: str | None = field(default=None, init=False)  # the last of them when the node started
+    _told: "tuple[int, dict[str, str]] | None" = field(
+        default=None, init=False
+    )  # what the log has of `serving`
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
     # a disk that hangs keeps the thread that looks at it: one, and none of those that all share
     _opening: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
@@ -192,6 +243,7 @@ class Weights:
     _failures: int = field(default=0, init=False)
     _last: float | None = field(default=None, init=False)
     released: set[str] = field(factory=set, init=False)
+    unable: set[str] = field(factory=set, init=False)  # adapters of the log that this node cannot serve
     # the weights' memory was given back and not kept: only an update brings some
     discarded: bool = field(default=False, init=False)
 
@@ -205,17 +257,26 @@ class Weights:
         check(order)
         makes = loads(order, hosts=len(self.engines.restarts), ranks=self.engines.ranks)
         async with self._lock:
-            if (again := await report_if_served(self.journal, self.engines.versions, order)) is not None:
-                return again
-            self.insist_free()
-            await self._openable(order)
-            with trio.move_on_after(UPDATE_S, shield=True):
-                return await self._update(order, makes)
-            raise EngineError(
-                f"the weights {order.version!r} were not there after {UPDATE_S:.0f} s, those before are"
-                " served",
-                retryable=False,
-            )
+            report = await self._updated(order, makes)
+        if isinstance(order.source, DiskSource):
+            await self.spread(report.version, seconds=self.spread_s + 2 * report.seconds)
+        return evolve(report, stale=await self.lacking(report.version))
+
+    async def _updated(self, order: UpdateOrder, makes: list[Make]) -> WeightsReport:
+        again = await report_if_served(
+            self.log, self.name, self.engines.versions, order, await self.folder_of(order.version)
+        )
+        if again is not None:
+            await self.settle(again.version, has_files=isinstance(order.source, DiskSource))
+            return again
+        self.insist_free()
+        await self._openable(order)
+        with trio.move_on_after(UPDATE_S, shield=True):
+            return await self._update(order, makes)
+        raise EngineError(
+            f"the weights {order.version!r} were not there after {UPDATE_S:.0f} s, those before are served",
+            retryable=False,
+        )
 
     async def _update(self, order: UpdateOrder, makes: list[Make]) -> WeightsReport:
         began = trio.current_time()
@@ -245,7 +306,7 @@ class Weights:
             raise Refused("a checkpoint on a disk is one request: POST /v1/weights", path="$.source.kind")
         makes = loads(order, hosts=len(self.engines.restarts), ranks=self.engines.ranks)
         async with self._lock:
-            if await report_if_served(self.journal, self.engines.versions, order) is not None:
+            if await report_if_served(self.log, self.name, self.engines.versions, order) is not None:
                 raise Conflict(f"version {order.version!r} is served already")
             if self._open is not None and self._open.order.version == order.version:
                 with trio.CancelScope(shield=True):
@@ -376,8 +437,10 @@ class Weights:
         path = order.source.path if isinstance(order.source, DiskSource) else None
         # what is written is served; bounded by WRITTEN_S and the steps of a commit
         with trio.CancelScope(shield=True):
-            await self._written(served)
+            await self.write_down(served)
             await self.engines.commit(update, Loaded(version=order.version, path=path, files=files))
+            self._logged[""] = (*self._logged.get("", ()), order.version)
+            await self.settle(order.version, has_files=path is not None)
         self._updates, self._last, self.warning, self.discarded = (
             self._updates + 1,
             served.seconds,
@@ -387,10 +450,163 @@ class Weights:
         logger.info("weights %s are served (%s, %.1f s)", served.version, served.mode, served.seconds)
         return report_of(served, created=True)
 
-    async def _written(self, served: Served) -> None:
-        self.journal.weights_served(served.version, plain_of(served))
+    async def write_down(self, served: Served) -> None:
+        """Record a version. Raises LogAway where others share the log and it cannot be reached."""
         with trio.move_on_after(WRITTEN_S):
-            await self.journal.flushed()
+            await self.log.add_weights(
+                served.version, plain_of(served), model=self.name, at=self.journal.now()
+            )
+
+    # ── the nodes of the log ──────────────────────────────────────────────────
+
+    async def settle(self, version: str, adapter: str = "", *, has_files: bool = True) -> None:
+        """Say that this node has a version, and make it the current one if enough nodes have it. While the
+        log is away this is left to the next look.
+        """
+        try:
+            await self.log.hold_weights(version, self.incarnation, model=self.name)
+            await self.make_count(version, adapter, has_files=has_files)
+            await self.tell_serving()
+            await self.read_order()
+        except LogAway as error:
+            logger.warning("weights %s are served here and not known to the others: %s", version, error)
+
+    async def make_count(self, version: str, adapter: str = "", *, has_files: bool = True) -> bool:
+        """Make a version the current one, if two nodes have its files, or all that could. What has no files
+        is not lost with its first node more than with its second.
+        """
+        able = [each for each in await self.nodes() if each.serving.get(adapter) != ""]
+        holders = min(2, len(able) or 1) if has_files else 1
+        return await self.log.serve_weights(version, model=self.name, holders=holders)
+
+    async def nodes(self) -> tuple[NodeRow, ...]:
+        """The nodes of the log that are alive and serve this node's model, in one order."""
+        found = await self.log.nodes()
+        return tuple(each for each in found if each.facts.labels.get("model", "") == self.name)
+
+    async def lacking(self, version: str, adapter: str = "") -> tuple[str, ...]:
+        """The names of the other nodes that do not serve a version, if it is the current one or is to be."""
+        row = await self.log.weights_of(version, model=self.name)
+        if row is None or (row.counted and not row.current):  # a later one has come
+            return ()
+        return tuple(
+            each.facts.name
+            for each in await self.nodes()
+            if each.incarnation != self.incarnation and each.serving.get(adapter) != version
+        )
+
+    async def spread(self, version: str, adapter: str = "", *, seconds: float) -> None:
+        """Wait until a version counts and the other nodes serve it, for so many seconds at most. Raises Busy
+        where it does not count by then.
+        """
+        counts, away = False, list[LogAway]()
+        with trio.move_on_after(seconds):
+            while True:
+                seen = self.log.news
+                try:
+                    row = await self.log.weights_of(version, model=self.name)
+                    counts = row is None or row.counted
+                    if not counts:  # a node that had to copy it may be lost by now
+                        await self.settle(version, adapter)
+                    unable = {
+                        each.facts.name for each in await self.nodes() if each.serving.get(adapter) == ""
+                    }
+                    if counts and unable.issuperset(await self.lacking(version, adapter)):
+                        return
+                except LogAway as error:
+                    away = [error]
+                await self.log.wait_news(seen, LOOK_S)
+        if not counts:
+            if away:
+                raise away[0]
+            others = ", ".join(await self.lacking(version, adapter))
+            raise Busy(
+                f"version {version!r} does not count: it is served by this node alone, and {others} had no"
+                f" copy of its files in {seconds:.0f} s; see the logs there, and send it again",
+                retry_after=RETRY_S,
+            )
+
+    def serving(self) -> dict[str, str]:
+        """What this node serves, by adapter; "" is the base, and an adapter without a version one that it
+        cannot serve.
+        """
+        adapters = {each.name: each.version for each in self.engines.adapters.status()}
+        return {**dict.fromkeys(self.unable, ""), **adapters, "": self.engines.versions[-1]}
+
+    async def tell_serving(self) -> None:
+        """Tell the log what this node serves, if it does not know."""
+        now = (self.incarnation, self.serving())
+        if self._told != now:
+            await self.log.serving(*now)
+            self._told = now
+
+    async def read_order(self) -> None:
+        """Read the order of the versions, which the staleness of tokens is counted by."""
+        logged: dict[str, list[str]] = {}
+        for adapters in (False, True):
+            for row in reversed(await self.log.weights(model=self.name, adapters=adapters, limit=ORDERED)):
+                if row.counted or row.version in self.engines.versions:
+                    logged.setdefault(row.adapter, []).append(row.version)
+        self._logged = {name: tuple(versions) for name, versions in logged.items()}
+
+    async def read_stale(self) -> None:
+        """Read which nodes do not serve what counts."""
+        found = await self.log.stale_nodes()
+        mine = (each for each in found if each.facts.labels.get("model", "") == self.name)
+        self.stale = tuple(each.facts.name for each in mine)
+
+    def order(self, adapter: str = "") -> tuple[str, ...]:
+        """The versions of all nodes of the log, oldest first; the last is what counts. Versions that no log
+        has, such as the model's own, are those that this node served when it started.
+        """
+        logged = self._logged.get(adapter, ())
+        if adapter:
+            return in_order(
+                logged, self.engines.adapters.versions(adapter), after=None if not logged else logged[-1]
+            )
+        return in_order(logged, self.engines.versions, after=self._started_after)
+
+    def since_start(self) -> tuple[str, ...]:
+        """The part of the order that began with this node's start."""
+        every = self.order()
+        return every[min((every.index(each) for each in self.engines.versions if each in every), default=0) :]
+
+    def note_start(self) -> None:
+        """What a node alone has in its log now was before what it started with. Where nodes share a log, the
+        model's own weights were before all versions.
+        """
+        if not self.log.shared:
+            self._started_after = next(reversed(self._logged.get("", ())), None)
+
+    async def folder_of(self, version: str) -> Path | None:
+        """The files of a version on this machine."""
+        row = await self.log.weights_of(version, model=self.name)
+        if row is None or row.adapter:
+            return None
+        return await trio.to_thread.run_sync(folder_here, served_of(row), self.copies)
+
+    async def load(self, served: Served, folder: Path) -> None:
+        """Serve a version that is in the log already, from a folder with its files. Conflict, Refused and
+        EngineError with the weights before served.
+        """
+        async with self._lock:
+            if self.engines.versions[-1] == served.version:
+                return
+            self.insist_free()
+            began = trio.current_time()
+            with trio.move_on_after(UPDATE_S, shield=True):
+                async with self._counted(served.version), self.engines.updating(served.mode) as update:
+                    await update.load(lambda call, _: LoadDisk(call=call, path=str(folder)))
+                    await update.check()
+                    if await trio.to_thread.run_sync(fingerprint, folder) != served.files:
+                        raise Refused(f"the files under {folder} changed while they were loaded")
+                    loaded = Loaded(version=served.version, path=str(folder), files=served.files)
+                    await self.engines.commit(update, loaded)
+                    self._updates, self._last = self._updates + 1, trio.current_time() - began
+                    self.warning, self.discarded = None, False
+                logger.info("weights %s of the log are served, from %s", served.version, folder)
+                return
+            raise EngineError(f"the weights {served.version!r} were not there after {UPDATE_S:.0f} s")
 
     async def _openable(self, order: UpdateOrder) -> None:
         """Raise Refused where a checkpoint's files do not open: the engine's loop would wait for them."""
@@ -473,12 +689,12 @@ class Weights:
 
     async def history(self) -> tuple[Served, ...]:
         """Newest first, HISTORY at most."""
-        return tuple(served_of(row) for row in await self.journal.weights(HISTORY))
+        return tuple(served_of(row) for row in await self.log.weights(model=self.name, limit=HISTORY))
 
     def status(self) -> WeightsState:
         return WeightsState(
             version=self.engines.versions[-1],
-            versions=self.engines.versions,
+            versions=self.since_start(),
             updating=self._updating,
             paused=self.engines.statistics().paused,
             released=tuple(sorted(self.released)),
@@ -487,15 +703,27 @@ class Weights:
             last_seconds=self._last,
             warning=self.warning,
             ranks=len(self.engines.restarts) * self.engines.ranks,
+            stale=self.stale,
         )
 
 
 @asynccontextmanager
 async def open_weights(
-    engines: Engines, journal: Journal, *, model: str, warning: str | None = None
+    engines: Engines,
+    journal: Journal,
+    log: Log,
+    *,
+    model: str,
+    name: str,
+    copies: Path,
+    warning: str | None = None,
 ) -> AsyncIterator[Weights]:
     """The weights of a node, with the watch over updates whose trainer is gone."""
-    weights = Weights(engines=engines, journal=journal, model=model, warning=warning)
+    weights = Weights(
+        engines=engines, journal=journal, log=log, model=model, name=name, copies=copies, warning=warning
+    )
+    await weights.read_order()
+    weights.note_start()
     async with open_background(weights.watch):
         try:
             yield weights

@@ -260,7 +260,7 @@ class SglangUpdates:
     async def _used(self, version: str) -> bool:
         return (
             version in self.weights.engines.versions
-            or await self.weights.journal.weights_of(version) is not None
+            or await self.weights.log.weights_of(version, model=self.weights.name) is not None
         )
 
 

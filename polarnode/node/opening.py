@@ -29,12 +29,14 @@ from polarnode.core.labels import every_label
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect
+from polarnode.engine.following import Following
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.scoring import POLICY, Scoring
 from polarnode.engine.settings import (
     EngineSettings,
 )
+from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weights import Weights, last_weights, open_weights
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane
@@ -135,21 +137,30 @@ def weights_model(config: NodeConfig) -> str:
 
 
 async def weights_to_begin_with(
-    config: NodeConfig, journal: Journal, report: Callable[[str], None]
+    config: NodeConfig, log: Log, name: str, report: Callable[[str], None]
 ) -> tuple[Loaded | None, str | None]:
-    """The last version of this journal, or what is wrong with it. An external engine has its own."""
+    """The last version of the log, or what is wrong with it; `name` is what the log calls the model. An
+    external engine has its own.
+    """
     if config.engine_urls:
         return None, None
-    loaded, warning = await last_weights(journal, weights_model(config), resume=config.resume_weights)
+    loaded, warning = await last_weights(
+        log, weights_model(config), name, weight_copies(config), resume=config.resume_weights
+    )
     if loaded is not None:
-        report(f"serving weights {loaded.version!r} from {loaded.path}, the last of this journal")
+        report(f"serving weights {loaded.version!r} from {loaded.path}, the last that were served")
     if warning is not None:
         report(warning)
     return loaded, warning
 
 
+def weight_copies(config: NodeConfig) -> Path:
+    """Files of weights that came from other nodes."""
+    return Path(config.state_dir) / "weights"
+
+
 async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str], None]) -> AdapterStore:
-    """The adapters of this node's folder and journal, served again, and those of its settings."""
+    """The adapters of this node's folder and log, served again."""
     store = AdapterStore(
         weights=weights,
         folder=Path(config.state_dir) / "adapters",
@@ -158,7 +169,6 @@ async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str]
         slots=config.lora_slots,
     )
     await store.restore(report)
-    await store.serve_from_start(config.adapters, report)
     return store
 
 
@@ -192,11 +202,19 @@ async def open_node(
         open_callbacks(log, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
         config, model = await _with_model(config, report)
-        loaded, warning = await weights_to_begin_with(config, journal, report)
+        loaded, warning = await weights_to_begin_with(config, log, model.name, report)
         async with (
             _open_engines(engine_settings(config, state, model), loaded, report) as engines,
             _open_scoring(config, state, model, engines, callbacks.own_ports, report) as scoring,
-            open_weights(engines, journal, model=weights_model(config), warning=warning) as weights,
+            open_weights(
+                engines,
+                journal,
+                log,
+                model=weights_model(config),
+                name=model.name,
+                copies=weight_copies(config),
+                warning=warning,
+            ) as weights,
             _open_runtimes(config) as runtimes,
         ):
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
@@ -206,18 +224,27 @@ async def open_node(
             plane = _plane(config, served)
             async with (
                 _open_sessions(
-                    config, journal, log, engines, runtimes, images, judges, model, plane, scoring
+                    config, journal, log, engines, weights, runtimes, images, judges, model, plane, scoring
                 ) as scheduler,
             ):
                 await recover(journal, scheduler, _facts(config, url, model.name), report)
+                weights.incarnation = scheduler.incarnation
+                following = Following(
+                    weights=weights,
+                    adapters=adapters,
+                    copies=Copies(log=log, folder=weight_copies(config), token=config.token),
+                    incarnation=lambda: scheduler.incarnation,
+                )
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on
                 with rare_collections(), spawning_at_once():
                     async with (
                         open_loop_lag() as lag,
                         open_background(partial(_end_when_damaged, journal, scheduler)),
+                        open_background(following.run),
                         _open_evaluations(config, journal, scheduler) as evaluations,
                         open_captures(config, journal, scheduler, served, plane.recordings) as captures,
                     ):
+                        await adapters.serve_from_start(config.adapters, report)
                         node = Node(
                             config=config,
                             journal=journal,
@@ -381,6 +408,7 @@ async def _open_sessions(
     journal: Journal,
     log: Log,
     engines: Engines,
+    weights: Weights,
     runtimes: Runtimes | AbsentRuntimes,
     images: Images,
     judges: Judges,
@@ -408,7 +436,8 @@ async def _open_sessions(
         unrouted=None if engines.routes else why_unrouted(config, model),
         volumes=config.volumes,
         egress=NodeEgress(names=config.egress, networks=config.egress_networks),
-        versions=lambda: engines.versions,
+        order=weights.order,
+        serving=weights.serving,
         scoring=scoring,
         adapters=engines.adapters,
         places=engines,

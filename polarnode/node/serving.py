@@ -19,7 +19,7 @@ from polarnode.api.routes import (
     WeightsRoutes,
 )
 from polarnode.api.timeseries import History
-from polarnode.fleet.weight_files import WeightFiles
+from polarnode.api.weight_files import WeightFiles
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
@@ -48,7 +48,7 @@ async def serve_control_plane(node: Node, listener: socket | None = None) -> Asy
         *LogRoutes(
             service=node, state=Path(config.state_dir), sessions_dir=sessions_dir(config), ring=LOG_LIMIT
         ).rows(),
-        *WeightFiles(node.weights, Path(config.state_dir), config.token).rows(),
+        *WeightFiles(node.weights, node.adapters).rows(),
         *history.rows(),
     )
     by_token = config.token is not None

@@ -283,13 +283,12 @@ class Scheduler:
 
     def _offer(self, room: int) -> Offer:
         here, services = self.services.identity, self.services
-        adapters = {each.name: each.version for each in services.adapters.status()}
         return Offer(
             incarnation=self.incarnation,
             room=room,
             labels=every_label(here.labels, node=here.node, model=here.model),
             images=tuple(self._images),
-            serving={**adapters, **({"": versions[-1]} if (versions := services.versions()) else {})},
+            serving=services.serving(),
         )
 
     def begin(self, claim: Claim) -> None:

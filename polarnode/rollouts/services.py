@@ -154,6 +154,11 @@ async def no_attempts(_: Identity) -> tuple[EarlierAttempt, ...]:
     return ()
 
 
+def no_versions(_: str) -> tuple[str, ...]:
+    """For a node whose engine has no versions."""
+    return ()
+
+
 @frozen(kw_only=True)
 class NodeServices:
     """The services of a node for sessions of all drivers."""
@@ -176,8 +181,10 @@ class NodeServices:
     unrouted: str | None = None  # why no task can have its routed experts; None when it can
     volumes: tuple[str, ...] = ()  # folders of this machine below which tasks may mount
     egress: NodeEgress = field(factory=NodeEgress)  # hosts tasks may reach
-    # the weights that were served, oldest first, the last is served now
-    versions: Callable[[], Sequence[str]] = tuple
+    # the weights that were served, of the base or an adapter, oldest first; the last is what counts now
+    order: Callable[[str], Sequence[str]] = no_versions
+    # what this node serves, by adapter; "" is the base
+    serving: Callable[[], Mapping[str, str]] = dict
     adapters: Adapters = field(factory=Adapters)
     places: SessionPlaces = field(factory=UnboundedPlaces)
     freezer: Freezer = field(factory=Freezer)
@@ -189,7 +196,7 @@ class NodeServices:
 
     def versions_of(self, adapter: str) -> Sequence[str]:
         """The versions that a session's tokens may have: an adapter's own, or the base's."""
-        return self.adapters.versions(adapter) if adapter else self.versions()
+        return self.order(adapter)
 
     def check_labels(self, requires: Mapping[str, str]) -> None:
         """Raise Refused for a task that requires a label that this node has not."""

@@ -19,6 +19,7 @@ from weights_kit import Plane, disk, open_weights_plane, simulated_tiny
 
 from polarnode.core.errors import ConfigError, JournalError
 from polarnode.engine import adapter_store
+from polarnode.engine.weights import Weights
 from polarnode.http import server
 from polarnode.node.config import TINY_MODEL
 
@@ -283,11 +284,11 @@ async def test_a_version_is_in_the_journal_before_a_token_is_sampled_by_it(
         assert (await send(plane, "a", "1", body)).status == 201
         seen = []
 
-        async def written(_: Any) -> None:
+        async def written(*_: Any) -> None:
             seen.append(await sampled_by(plane, "a"))
             raise JournalError("the disk is gone")
 
-        monkeypatch.setattr(adapter_store.AdapterStore, "_written", written)
+        monkeypatch.setattr(Weights, "write_down", written)
         assert (await send(plane, "a", "2", other)).status == 500
         assert (seen, await sampled_by(plane, "a")) == (["1"], "1")
         assert not (tmp_path / "adapters" / "a" / "2").exists()

@@ -18,7 +18,7 @@ from attrs import evolve
 from control_plane_parts import TaskTaker
 from fakes_engine import order, sample
 from plane_kit import Asgi, stage
-from weights_kit import Plane, disk, open_weights_plane
+from weights_kit import MODEL, Plane, disk, open_weights_plane
 
 from polarnode.api.metrics import exposition
 from polarnode.core.errors import EngineError
@@ -29,6 +29,7 @@ from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
 from polarnode.gateway.call import KeepAlivePacing
 from polarnode.journal.journal import open_journal
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.opening import weights_model, weights_to_begin_with
 from polarnode.node.settings import simulated_marks
@@ -355,7 +356,7 @@ async def test_a_node_begins_with_what_it_served_last(model: LoadedModel, tmp_pa
     async with open_journal(tmp_path / "journal", now=lambda: 6.0) as journal:
         # the plane was told the model's path as it is, a node resolves it
         assert weights_model(config) == str(TINY_MODEL)
-        loaded, warning = await weights_to_begin_with(config, journal, said.append)
+        loaded, warning = await weights_to_begin_with(config, SqliteLog(journal), MODEL, said.append)
         assert loaded is not None
         assert (loaded.version, loaded.path, loaded.files, warning) == (
             "7",
@@ -363,7 +364,7 @@ async def test_a_node_begins_with_what_it_served_last(model: LoadedModel, tmp_pa
             fingerprint(folder),
             None,
         )
-        assert said == [f"serving weights '7' from {folder}, the last of this journal"]
+        assert said == [f"serving weights '7' from {folder}, the last that were served"]
         async with open_engines(simulated(model, tmp_path), loaded=loaded) as engines:
             assert engines.versions == ("7",)
             assert [host.weight_version for host in engines.statistics().hosts] == ["7", "7"]
@@ -371,12 +372,16 @@ async def test_a_node_begins_with_what_it_served_last(model: LoadedModel, tmp_pa
             (NodeConfig(model="/models/other"), "of another model"),
             (NodeConfig(resume_weights=False), "resume_weights is false"),
         ):
-            loaded, warning = await weights_to_begin_with(other, journal, said.append)
+            loaded, warning = await weights_to_begin_with(other, SqliteLog(journal), MODEL, said.append)
             assert (loaded, reason in str(warning)) == (None, True)
         (folder / "more.json").write_text("{}")
-        assert "have changed since" in str((await weights_to_begin_with(config, journal, said.append))[1])
+        assert "have changed since" in str(
+            (await weights_to_begin_with(config, SqliteLog(journal), MODEL, said.append))[1]
+        )
         folder.rename(tmp_path / "elsewhere")
-        assert "is gone" in str((await weights_to_begin_with(config, journal, said.append))[1])
+        assert "is gone" in str(
+            (await weights_to_begin_with(config, SqliteLog(journal), MODEL, said.append))[1]
+        )
 
 
 async def test_tensors_are_on_no_disk_for_the_next_life(model: LoadedModel, tmp_path: Path) -> None:
@@ -392,5 +397,5 @@ async def test_tensors_are_on_no_disk_for_the_next_life(model: LoadedModel, tmp_
         assert (await plane.node.post("/v1/weights", tensors("1", [GOOD, GOOD]))).status == 409
         assert [each["version"] for each in (await plane.told())["history"]] == ["1", "0.5"]
     async with open_journal(tmp_path / "journal", now=lambda: 6.0) as journal:
-        loaded, warning = await weights_to_begin_with(NodeConfig(), journal, print)
+        loaded, warning = await weights_to_begin_with(NodeConfig(), SqliteLog(journal), MODEL, print)
         assert (loaded, "came as tensor from a trainer" in str(warning)) == (None, True)

@@ -216,7 +216,7 @@ async def test_a_trajectory_says_how_stale_it_was_when_it_ended(
 ) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0, 40.0)}) as place:
         served = ["v0"]
-        place.change(versions=lambda: served)
+        place.change(order=lambda _: served)
         place.submit(num_samples=3, evaluator="COUNTS", group=GroupSpec(max_staleness=1))
         await place.until("post")
         await trio.sleep(5)
@@ -233,7 +233,7 @@ async def test_a_trajectory_says_how_stale_it_was_when_it_ended(
 
 async def test_a_session_too_stale_is_not_enough(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
-        place.change(versions=lambda: ("v0", "next"))
+        place.change(order=lambda _: ("v0", "next"))
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0))
         await place.over()
         assert [(each.reward, each.staleness) for each in place.published] == [(1.0, 1), (1.0, 1)]
@@ -245,7 +245,7 @@ async def test_a_session_too_stale_is_not_enough(autojump_clock: Clock, tmp_path
 
 async def test_a_session_that_is_only_marked_stale_is(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
-        place.change(versions=lambda: ("v0", "next"))
+        place.change(order=lambda _: ("v0", "next"))
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0, stale="mark"))
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "early stop in run"]

@@ -7,32 +7,41 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import trio
 from attrs import define, frozen
 from control_plane_parts import Caller, TaskTaker
+from log_kit import open_postgres
 
 from polarnode.api.app import Extension, control_plane
 from polarnode.api.routes import AdapterRoutes, Routes, WeightsRoutes
+from polarnode.api.weight_files import WeightFiles
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
+from polarnode.engine.following import Following
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, Simulated
-from polarnode.engine.weights import Weights, open_weights
-from polarnode.fleet.weight_files import WeightFiles
-from polarnode.http.server import Address, open_server
+from polarnode.engine.weight_copies import Copies
+from polarnode.engine.weights import Weights, last_weights, open_weights
+from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import Log, NodeFacts
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
+from polarnode.support.concurrency import open_background
 from polarnode.tokens.template import load_model
 
 TRAINER = Path(__file__).with_name("weights_trainer.py")
+
+
+MODEL = "tiny"  # what the log calls the model of these nodes
 
 
 @frozen
@@ -45,6 +54,12 @@ class Plane:
     journal: Journal
     adapters: AdapterStore
     reports: list[str]
+    log: Log
+    following: Following
+
+    @property
+    def incarnation(self) -> int:
+        return self.weights.incarnation
 
     async def update(self, version: str, source: dict[str, Any], mode: str = "in_place") -> dict[str, Any]:
         """New weights that must be served."""
@@ -60,13 +75,33 @@ class Plane:
 
 @asynccontextmanager
 async def open_weights_plane(
-    settings: EngineSettings, journal_path: Path, *, loaded: Loaded | None = None, keeps: bool = False
+    settings: EngineSettings,
+    journal_path: Path,
+    *,
+    loaded: Loaded | None = None,
+    keeps: bool = False,
+    dsn: str | None = None,
+    name: str = "n",
+    model: str = MODEL,
+    begins: bool = False,
 ) -> AsyncIterator[Plane]:
+    """A node alone, or with `dsn` one of those that share a log, by its name. With `begins` it serves what was
+    served last, as a node that starts.
+    """
+    copies = journal_path.with_name("weights")
+    listener = listening_socket(Address(host="127.0.0.1", port=0))
     async with (
         open_journal(journal_path, now=lambda: 5.0) as journal,
-        open_engines(settings, loaded=loaded) as engines,
-        open_weights(engines, journal, model=str(settings.model_path)) as weights,
+        _opened_log(journal, dsn, name) as log,
+        AsyncExitStack() as stack,
     ):
+        if begins:
+            loaded, _ = await last_weights(log, str(settings.model_path), model, copies, resume=True)
+        engines = await stack.enter_async_context(open_engines(settings, loaded=loaded))
+        opened = open_weights(
+            engines, journal, log, model=str(settings.model_path), name=model, copies=copies
+        )
+        weights = await stack.enter_async_context(opened)
         control, node = EngineControl(weights=weights, keeps=keeps), TaskTaker(journal=journal)
         store = AdapterStore(
             weights=weights, folder=journal_path.with_name("adapters"), reserve=0, rank=settings.lora_rank
@@ -74,7 +109,14 @@ async def open_weights_plane(
         sglang = sglang_extension(node, weights=weights, control=control, adapters=store, memory_saver=False)
         reports: list[str] = []
         await store.restore(reports.append)
-        files = WeightFiles(weights, journal_path.parent, "secret")
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        facts = NodeFacts(name=name, url=url, labels={"model": model, "node": name})
+        joined = (await log.join(facts)).incarnation
+        weights.incarnation = joined
+        taken = Copies(log=log, folder=copies, token="secret")
+        following = Following(weights, store, taken, lambda: joined)
+        await stack.enter_async_context(open_background(following.run))
+        files = WeightFiles(weights, store)
         rows = (
             *WeightsRoutes(weights=weights, control=control).rows(),
             *AdapterRoutes(store=store).rows(),
@@ -83,10 +125,18 @@ async def open_weights_plane(
         app = control_plane(
             Routes(service=node).rows(), token="secret", extensions=[Extension(rows=rows), sglang]
         )
-        async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
-            yield Plane(
-                Caller(url=f"http://127.0.0.1:{address.port}"), engines, weights, journal, store, reports
-            )
+        async with open_server(app, listener):
+            yield Plane(Caller(url=url), engines, weights, journal, store, reports, log, following)
+        await log.leave(joined)
+
+
+@asynccontextmanager
+async def _opened_log(journal: Journal, dsn: str | None, name: str) -> AsyncIterator[Log]:
+    if dsn is None:
+        yield SqliteLog(journal)
+    else:
+        async with open_postgres(dsn, name=name) as log:
+            yield log
 
 
 def simulated_tiny(folder: Path, *, lora_rank: int = 0) -> EngineSettings:

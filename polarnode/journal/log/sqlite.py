@@ -81,6 +81,7 @@ class SqliteLog:
     _current: dict[str, str] = field(factory=dict, init=False)  # the version that counts, by adapter
     _held: set[str] = field(factory=set, init=False)  # versions whose files the node has
     _weight_news: int = field(default=0, init=False)
+    _added: dict[str, str] = field(factory=dict, init=False)  # the adapter of each version that was added
     _shared: set[str] = field(factory=set, init=False)  # versions in a storage that outlives it
     _leases: dict[int, tuple[float, int]] = field(factory=dict, init=False)  # by event: until when, and which
     # what an earlier run of the process left is not known before the first look
@@ -394,6 +395,7 @@ class SqliteLog:
         value = body if isinstance(body, dict) else {"value": body}
         if shared:
             self._shared.add(version)
+        self._added[version] = adapter_of(body)
         self._tell_of_weights()
         await self.journal.commit(entries.weights_entry(version, value, now=at))
 
@@ -402,10 +404,14 @@ class SqliteLog:
         await trio.lowlevel.checkpoint()
 
     async def serve_weights(self, version: str, *, model: str = "", holders: int = 1) -> bool:
-        row = await self.journal.weights_of(version)
-        if row is None or not (version in self._shared or version in self._held):
+        if version not in self._added:  # by an earlier run
+            row = await self.journal.weights_of(version)
+            if row is None:
+                return False
+            self._added[version] = row.adapter
+        if version not in self._shared and version not in self._held:
             return False
-        self._current[row.adapter] = version
+        self._current[self._added[version]] = version
         self._tell_of_weights()
         return True
 

@@ -1,0 +1,259 @@
+"""Weights and adapters of nodes that share a log: simulated engines and real control planes on one PostgreSQL."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import trio
+from adapters_kit import write_adapter
+from attrs import evolve
+from journal_samples import make_trajectory
+from log_kit import claim, die, submit
+from postgres_kit import Cluster, running_cluster
+from safetensors.numpy import load_file, save
+from trainers_kit import make_turn
+from weights_kit import MODEL, Plane, disk, open_weights_plane, simulated_tiny
+
+from polarnode.engine import weights as weights_module
+from polarnode.engine.weight_copies import Copies
+from polarnode.engine.weight_values import Served, in_order
+from polarnode.groups.group import updates_behind
+from polarnode.node.config import TINY_MODEL
+
+LABELS = {"model": MODEL}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def dsn(cluster: Cluster) -> str:
+    return cluster.database()
+
+
+def node(folder: Path, name: str, dsn: str, **more: Any) -> Any:
+    """A node of a shared log, whose files are below `folder`."""
+    own = folder / name
+    own.mkdir(exist_ok=True)
+    settings = simulated_tiny(own, lora_rank=more.pop("lora_rank", 0))
+    return open_weights_plane(settings, own / "journal", dsn=dsn, name=name, **more)
+
+
+@asynccontextmanager
+async def nodes(folder: Path, dsn: str, *names: str, **more: Any) -> AsyncIterator[list[Plane]]:
+    with trio.fail_after(120):
+        async with AsyncExitStack() as stack:
+            yield [await stack.enter_async_context(node(folder, name, dsn, **more)) for name in names]
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    """Until something holds that is looked at again and again."""
+    while not await holds():  # noqa: ASYNC110
+        await trio.sleep(0.05)
+
+
+async def serves(plane: Plane, version: str) -> bool:
+    return plane.engines.versions[-1] == version
+
+
+def new(version: str, path: Path = TINY_MODEL, **more: Any) -> dict[str, Any]:
+    return {"version": version, "source": disk(path), **more}
+
+
+def test_order_of_versions() -> None:
+    assert in_order((), ("0",), after=None) == ("0",)
+    assert in_order(("1", "2", "3"), ("0", "3"), after=None) == ("0", "1", "2", "3")
+    assert in_order(("1", "2", "3", "4"), ("0", "4"), after="3") == ("1", "2", "3", "0", "4")
+
+
+async def test_one_request_updates_all(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        answer = await second.node.post("/v1/weights", new("7"))
+        assert (answer.status, answer.json()["stale"]) == (201, []), answer.text
+        assert [each.engines.versions for each in (first, second)] == [("0", "7")] * 2
+        again = await second.node.post("/v1/weights", new("7"))
+        assert (again.status, again.json()["created"]) == (200, False)
+        there = await first.node.post("/v1/weights", new("7"))
+        assert (there.status, there.json()["created"]) == (200, False), there.text
+        assert not (tmp_path / "a" / "weights").exists(), "the folder is the same one"
+        assert [each["version"] for each in (await first.told())["history"]] == ["7"]
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Make nodes see no trainer's folder, as if they were on other machines; by their own folders."""
+    real = weights_module.folder_here
+    unseeing: list[Path] = []
+
+    def folder_here(served: Served, copies: Path) -> Path | None:
+        if copies.parent in unseeing:
+            served = evolve(served, source={**served.source, "path": "/nowhere"})
+        return real(served, copies)
+
+    monkeypatch.setattr(weights_module, "folder_here", folder_here)
+    return unseeing.append
+
+
+async def test_files_from_a_holder(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
+    """A folder that one machine has is copied, and the copy is found again after a restart."""
+    blind(tmp_path / "b")
+    own = copytree(TINY_MODEL, tmp_path / "step")
+    async with nodes(tmp_path, dsn, "a") as (first,), nodes(tmp_path, dsn, "b") as (second,):
+        answer = await first.node.post("/v1/weights", new("7", own))
+        assert (answer.status, answer.json()["stale"]) == (201, []), answer.text
+        assert await serves(second, "7")
+        (copy,) = (tmp_path / "b" / "weights").iterdir()
+        files = {each.name: each.read_bytes() for each in copy.iterdir()}
+        assert files == {each.name: each.read_bytes() for each in own.iterdir() if each.is_file()}
+        (row,) = await first.log.weights(model=MODEL)
+        assert (row.current, len(row.holders)) == (True, 2)
+        assert (await second.node.post("/v1/weights", new("7", own))).status == 200
+    async with nodes(tmp_path, dsn, "b", begins=True) as (again,):
+        assert again.engines.versions == ("7",), "its first weights, with no other node there"
+
+
+async def test_uploader_dies_between_rows(
+    tmp_path: Path, dsn: str, blind: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that one node has is not the current one, so nobody waits for its files."""
+    blind(tmp_path / "b")
+    own = copytree(TINY_MODEL, tmp_path / "step")
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        assert (await first.node.post("/v1/weights", new("1"))).status == 201
+
+        async def no_copy(*_: Any) -> bool:
+            await trio.lowlevel.checkpoint()
+            return False
+
+        monkeypatch.setattr(Copies, "copy", no_copy)
+        first.weights.spread_s = 0.0
+        short = await first.node.post("/v1/weights", new("2", own))
+        assert short.status == 429
+        assert "b had no copy" in short.json()["error"]["message"]
+        await submit(first.log, "t")
+        assert not await claim(first.log, first.incarnation, labels=LABELS, serving=first.weights.serving())
+        await die(second.log, first.incarnation)
+        rows = await second.log.weights(model=MODEL)
+        assert [(each.version, each.current) for each in rows] == [("2", False), ("1", True)]
+        assert await claim(second.log, second.incarnation, labels=LABELS, serving=second.weights.serving())
+        again = await second.node.post("/v1/weights", new("2", own))
+        assert again.status == 201, again.text
+        assert [each.current for each in await second.log.weights(model=MODEL)] == [True, False]
+
+
+async def test_node_down_and_back(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
+    """It is stale, named and idle until it has the files, and then claims again."""
+    blind(tmp_path / "b")
+    own = copytree(TINY_MODEL, tmp_path / "step")
+    async with nodes(tmp_path, dsn, "a") as (first,):
+        answer = await first.node.post("/v1/weights", new("7", own))
+        assert answer.status == 201, "one holder is enough where one node is alive"
+        own.rename(tmp_path / "moved")
+        async with nodes(tmp_path, dsn, "b") as (second,):
+            await until(lambda: _is_stale(first, "b"))
+            await submit(second.log, "t")
+            offered = {"labels": LABELS, "serving": second.weights.serving()}
+            assert not await claim(second.log, second.incarnation, **offered)
+            await until(lambda: _warns(second, "no node gave its files"))
+            (tmp_path / "moved").rename(own)
+            await until(lambda: serves(second, "7"))
+            await until(lambda: _is_stale(first))
+            assert (await second.told())["warning"] is None
+            offered = {"labels": LABELS, "serving": second.weights.serving()}
+            assert await claim(second.log, second.incarnation, **offered)
+
+
+async def _is_stale(plane: Plane, *names: str) -> bool:
+    return bool((await plane.told())["stale"] == list(names))
+
+
+async def _warns(plane: Plane, text: str) -> bool:
+    return text in ((await plane.told())["warning"] or "")
+
+
+async def test_deadline_names_who_lacks_it(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b", "c") as (first, second, third):
+        second.weights.released.add("weights")  # its memory is lent to a trainer
+        first.weights.spread_s = 0.5
+        for version in ("3", "4", "5"):
+            await until(partial(_served_but, first, version, "b"))
+        assert await serves(third, "5")
+        await until(lambda: _is_stale(third, "b"))
+        second.weights.released.clear()
+        await until(lambda: serves(second, "5"))
+        assert second.engines.versions == ("0", "5")
+
+
+async def _served_but(plane: Plane, version: str, name: str) -> bool:
+    """Send an update again until it counts, which is when another node has its files, too."""
+    answer = await plane.node.post("/v1/weights", new(version))
+    assert answer.status in (200, 201, 429), answer.text
+    return answer.status < 300 and bool(answer.json()["stale"] == [name])
+
+
+async def test_staleness_in_order_of_log(tmp_path: Path, dsn: str) -> None:
+    """A session at a node that is two versions behind is stale by two."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        assert (await first.node.post("/v1/weights", new("3"))).status == 201
+        second.weights.released.add("weights")
+        first.weights.spread_s = 0.0
+        for version in ("4", "5"):
+            await until(partial(_served_but, first, version, "b"))
+        await until(lambda: _ordered(second, ("0", "3", "4", "5")))
+        turn = make_turn(0, None, [1], [2], versions=[("3", 1)])
+        sampled = evolve(make_trajectory("s"), turns=(turn,))
+        assert updates_behind(sampled, second.weights.order()) == 2
+        assert updates_behind(sampled, first.weights.order()) == 2
+        assert (await second.told())["versions"] == ["0", "3", "4", "5"]
+
+
+async def _ordered(plane: Plane, versions: tuple[str, ...]) -> bool:
+    return plane.weights.order() == versions
+
+
+async def test_adapters_reach_all(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    config = (folder / "adapter_config.json").read_text()
+    body = save(load_file(folder / "adapter_model.safetensors"), {"adapter_config": config})
+    async with nodes(tmp_path, dsn, "a", "b", lora_rank=4) as (first, second):
+        put = await first.node.call("PUT", "/v1/adapters/a/versions/1", body=body)
+        assert (put.status, put.json()["stale"]) == (201, []), put.text
+        assert await _adapters(second) == {"a": "1"}
+        posted = {"name": "b", "version": "2", "source": disk(folder)}
+        assert (await second.node.post("/v1/adapters", posted)).status == 201
+        assert await _adapters(first) == await _adapters(second) == {"a": "1", "b": "2"}
+        assert (await first.node.post("/v1/adapters", posted)).status == 200
+        async with nodes(tmp_path, dsn, "c", lora_rank=4) as (third,):
+            await until(lambda: _has_adapters(third, {"a": "1", "b": "2"}))
+        assert (await second.node.call("DELETE", "/v1/adapters/a")).status == 200
+        await until(lambda: _has_adapters(first, {"b": "2"}))
+        assert not (tmp_path / "a" / "adapters" / "a").exists()
+
+
+async def test_adapter_where_none_are_taken(tmp_path: Path, dsn: str) -> None:
+    """A node without `lora_rank` is named at once, and nobody waits for it."""
+    folder = write_adapter(tmp_path / "adapter")
+    async with nodes(tmp_path, dsn, "a", lora_rank=4) as (first,), nodes(tmp_path, dsn, "b") as (second,):
+        answer = await first.node.post("/v1/adapters", {"name": "a", "version": "1", "source": disk(folder)})
+        assert (answer.status, answer.json()["stale"]) == (201, ["b"]), answer.text
+        await submit(second.log, "t", adapter="a")
+        offered = {"labels": LABELS, "serving": second.weights.serving()}
+        assert not await claim(second.log, second.incarnation, **offered)
+        offered = {"labels": LABELS, "serving": first.weights.serving()}
+        assert await claim(first.log, first.incarnation, **offered)
+
+
+async def _adapters(plane: Plane) -> dict[str, str]:
+    found = (await plane.node.get("/v1/adapters")).json()["adapters"]
+    return {each["name"]: each["version"] for each in found}
+
+
+async def _has_adapters(plane: Plane, adapters: dict[str, str]) -> bool:
+    return await _adapters(plane) == adapters
