@@ -125,7 +125,8 @@ REASONS: Final[Mapping[int, str]] = {
     422: "The request is not valid: FastAPI's status for 400.",
     429: "No capacity now: retry after `Retry-After` seconds.",
     500: "A bug of polarnode, or what the message explains.",
-    503: "Unavailable now: the log or the engine does not answer.",
+    502: "A node passed it on to another than this one.",
+    503: "Unavailable now: the log, the engine or the node that has this does not answer.",
     507: "The journal's disk is full, read-only or failing: the sentence says which.",
 }
 _EVERY: Final = (400, 403, 500, 503)  # 503: the log is away, or all places of the socket are taken

@@ -1,12 +1,13 @@
-"""Changes of live sessions as a stream of server-sent events, for whoever looks at a node.
+"""Changes of live sessions as a stream of server-sent events, of all nodes of a log at any of them.
 
-The sessions are looked at from time to time, and all readers share one look. A reader is sent what differs
-from what it was sent last, so a slow one costs no memory, and a session is sent once in LOOK_S at most.
-Nothing is numbered or kept: a reader that comes again is sent all that is live. What began and ended between
-two looks is not seen here; trajectories have their own stream, which misses nothing.
+A node's sessions are looked at from time to time, and all readers share one look. A reader is sent what
+differs from what it was sent last, and each event is of one node. What it has not taken yet is kept as the
+last change of each session, so a slow one costs at most a status of each session that is live, and a session
+is sent once in LOOK_S at most. Nothing is numbered: a reader that comes again is sent all that is live. What
+began and ended between two looks is not seen here; trajectories have their own stream, which misses nothing.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Final
 
@@ -15,14 +16,20 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.exports import KEEP_ALIVE_S
+from polarnode.api.proxy import PASSED_TO, ROSTER_S, Astray, OtherNodes, answer_for
 from polarnode.api.query import read_query
 from polarnode.api.service import Service
+from polarnode.client.requests import query_string
+from polarnode.client.scripts import PAUSES, Block, Decoder
+from polarnode.client.values import ClientError, Unreachable, read_answer
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionChanges
 from polarnode.http.asgi import GREETING, KEEP_ALIVE, RouteRow, event_response
+from polarnode.journal.log.port import NodeRow
 
 LOOK_S: Final = 0.5  # between two looks: a person sees no difference from less
 SHARE: Final = 20  # a look may take a twentieth of the time: one at 20,000 sessions holds the loop for 0.1 s
+PATH: Final = "/v1/sessions/live"
 AT_ONCE: Final = 500  # sessions of an event, 150 kB: more of them would hold the loop for longer than a look
 
 Found = Mapping[str, LiveSessionStatus]
@@ -107,11 +114,158 @@ def _of_capture(capture: CaptureStatus) -> LiveSessionStatus:
     )
 
 
+@define(eq=False)
+class PendingChanges:
+    """What one reader was not sent yet, by node: whether all before counts no more, and the last change of
+    each session.
+    """
+
+    _nodes: dict[str, tuple[bool, dict[str, LiveSessionStatus]]] = field(factory=dict, init=False)
+
+    def put(self, changes: SessionChanges) -> None:
+        """Add an event of a node."""
+        found = {each.session_id: each for each in changes.sessions}
+        if changes.whole:
+            self._nodes[changes.node] = (True, found)
+        else:
+            self._nodes.setdefault(changes.node, (False, {}))[1].update(found)
+
+    def take(self) -> list[SessionChanges]:
+        """What one node has, as events; none where nothing waits."""
+        for node in self._nodes:
+            whole, sessions = self._nodes.pop(node)
+            return list(pieces(node, list(sessions.values()), whole=whole))
+        return []
+
+
+@define(eq=False, kw_only=True)
+class LiveBody(AsyncIterator[bytes]):
+    """One reader's body. Its tasks begin with the first piece and end with `aclose`, which Quart calls
+    however the reader leaves. A node that is not reached any more has no sessions, until it is reached again.
+    `alone`: this node's are told, as another node asks for them.
+    """
+
+    watch: SessionWatch
+    others: OtherNodes
+    follow: bool
+    alone: bool = False
+    _pending: PendingChanges = field(factory=PendingChanges, init=False)
+    _taken: list[SessionChanges] = field(factory=list, init=False)
+    _reading: dict[int, tuple[str, trio.CancelScope]] = field(factory=dict, init=False)  # by incarnation
+    _over: set[int] = field(factory=set, init=False)  # nodes that were read to the end, with follow=false
+    _scope: trio.CancelScope | None = field(default=None, init=False)
+    _news: trio.Event = field(factory=trio.Event, init=False)
+    _ended: bool = field(default=False, init=False)
+
+    async def __anext__(self) -> bytes:
+        if self._scope is None:
+            await trio.lowlevel.checkpoint()
+            self._scope = trio.CancelScope()
+            self.others.nursery.start_soon(self._run, self._scope)
+            return GREETING
+        while True:
+            self._taken = self._taken or self._pending.take()
+            if self._taken:
+                await trio.lowlevel.checkpoint()
+                return changes_event(self._taken.pop(0))
+            if self._ended:
+                raise StopAsyncIteration
+            self._news = trio.Event()
+            with trio.move_on_after(KEEP_ALIVE_S) as silence:
+                await self._news.wait()
+            if silence.cancelled_caught:
+                return KEEP_ALIVE
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+        if self._scope is not None:
+            self._scope.cancel()
+
+    async def _run(self, scope: trio.CancelScope) -> None:
+        with scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._look_here)
+                if not self.alone:
+                    await self._look_for(nursery)
+            self._ended = True
+            self._news.set()
+
+    def _put(self, changes: SessionChanges) -> None:
+        self._pending.put(changes)
+        self._news.set()
+
+    async def _look_here(self) -> None:
+        """Look at this node's sessions, again and again."""
+        seen, node = SeenSessions(), self.watch.service.node_id
+        while True:
+            self.watch.look()
+            whole, due = not seen.begun, self.watch.next_s
+            found = seen.changes(self.watch.live, self.watch.ended)
+            if found or whole:
+                self._put(SessionChanges(node=node, sessions=tuple(found), whole=whole))
+            if not self.follow:
+                return
+            await trio.sleep_until(due)
+
+    async def _look_for(self, nursery: trio.Nursery) -> None:
+        """Read every other node that is there; without `follow`, until each was read to its end."""
+        while True:
+            rows = {row.incarnation: row for row in await self.others.alive()}
+            for incarnation in self._reading.keys() - rows.keys():
+                name, scope = self._reading.pop(incarnation)
+                scope.cancel()
+                if name not in {row.facts.name for row in rows.values()}:
+                    self._put(_nothing(name))
+            for incarnation, row in rows.items():
+                if incarnation not in self._reading:
+                    scope = trio.CancelScope()
+                    self._reading[incarnation] = row.facts.name, scope
+                    nursery.start_soon(_within, scope, self._read_on, row)
+            if not self.follow and self._over.issuperset(rows):
+                return
+            await trio.sleep(ROSTER_S)
+
+    async def _read_on(self, row: NodeRow) -> None:
+        """Read a node, again and again as its connection breaks."""
+        failures = 0
+        while True:
+            began = trio.current_time()
+            try:
+                await self._read(row)
+            except (Unreachable, ClientError):
+                self._put(_nothing(row.facts.name))
+            if not self.follow:
+                self._over.add(row.incarnation)
+                return
+            failures = 0 if trio.current_time() - began > KEEP_ALIVE_S else failures + 1
+            await trio.sleep(PAUSES.delay(failures))
+
+    async def _read(self, row: NodeRow) -> None:
+        decoder, path = Decoder(), PATH + query_string(follow=self.follow)
+        async with self.others.link(row).stream(path, headers={PASSED_TO: row.facts.name}) as body:
+            async for piece in body:
+                for block in decoder.feed(piece):
+                    if isinstance(block, Block):
+                        self._put(evolve(read_answer(block.data, SessionChanges), node=row.facts.name))
+
+
+async def _within(
+    scope: trio.CancelScope, read_on: Callable[[NodeRow], Awaitable[None]], row: NodeRow
+) -> None:
+    with scope:
+        await read_on(row)
+
+
+def _nothing(node: str) -> SessionChanges:
+    return SessionChanges(node=node, sessions=(), whole=True)
+
+
 @frozen
 class LiveSessionRoutes:
     """The handler."""
 
     service: Service
+    others: OtherNodes
     watch: SessionWatch = field(init=False)
 
     @watch.default
@@ -119,27 +273,14 @@ class LiveSessionRoutes:
         return SessionWatch(self.service)
 
     def rows(self) -> Iterator[RouteRow]:
-        yield ("GET", "/v1/sessions/live", self.stream)
+        yield ("GET", PATH, self.stream)
 
     async def stream(self) -> Response:
-        # async though it waits for nothing: Quart would run a plain function in a thread
+        """Of all nodes; of this one alone where another asks for them."""
         await trio.lowlevel.checkpoint()
         follow = read_query(request.args, "follow").follow
-        return event_response(self._events(follow=follow))
-
-    async def _events(self, *, follow: bool) -> AsyncIterator[bytes]:
-        yield GREETING
-        seen, written = SeenSessions(), trio.current_time()
-        while True:
-            self.watch.look()
-            whole, due = not seen.begun, self.watch.next_s
-            found = seen.changes(self.watch.live, self.watch.ended)
-            for changes in pieces(self.service.node_id, found, whole=whole):
-                yield changes_event(changes)
-                written = trio.current_time()
-            if not follow:
-                return
-            if trio.current_time() - written >= KEEP_ALIVE_S:
-                yield KEEP_ALIVE
-                written = trio.current_time()
-            await trio.sleep_until(due)
+        try:
+            alone = self.others.is_for_us()
+        except Astray as error:
+            return answer_for(error)
+        return event_response(LiveBody(watch=self.watch, others=self.others, follow=follow, alone=alone))

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 from attrs import field, frozen
 
+from polarnode.api.proxy import DrainAnswer, DrainOrder
 from polarnode.api.query import FILTERS, Ack
 from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.schema import Schema
@@ -276,7 +277,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         body=TaskSpec,
         status=202,
         answer=Submitted,
-        errors=(409, 413, 429, 507),
+        errors=(409, 413, 429, 502, 503, 507),
         leads_to={
             "/task_id": ("GET", "/v1/tasks/<task_id>"),
             "/session_ids/0": ("GET", "/v1/sessions/<session_id>"),
@@ -325,19 +326,19 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         query=("follow",),
         answer=SessionChanges,
         content="text/event-stream",
-        errors=(429,),
+        errors=(429, 502, 503),
     ),
     ("GET", "/v1/sessions/<session_id>"): Operation(
         summary="Everything on disk of a session, over or not.",
         query=("arrays",),
         answer=WholeSession,
-        errors=(404, 410),
+        errors=(404, 410, 502, 503),
     ),
     ("GET", "/v1/sessions/<session_id>/artifacts"): Operation(
-        summary="A tar of a session's artifacts.", content="application/x-tar", errors=(404,)
+        summary="A tar of a session's artifacts.", content="application/x-tar", errors=(404, 502, 503)
     ),
     ("GET", "/v1/sessions/<session_id>/snapshots"): Operation(
-        summary="The snapshots of a session, running or ended.", answer=SnapshotList, errors=(404,)
+        summary="The snapshots of a session, running or ended.", answer=SnapshotList, errors=(404, 502, 503)
     ),
     ("GET", "/v1/sessions/<session_id>/forks"): Operation(
         summary="The forks of a session, running or ended.", answer=ForkList, errors=(404,)
@@ -346,7 +347,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         summary="A piece of what a session's harness printed.",
         query=("offset", "tail"),
         answer=LogPiece,
-        errors=(404, 410),
+        errors=(404, 410, 502, 503),
     ),
     ("GET", "/v1/export"): Operation(
         summary="Every published trajectory, one per line.",
@@ -360,7 +361,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         tag="node",
         query=("offset", "tail"),
         answer=LogPiece,
-        errors=(404, 410),
+        errors=(404, 410, 502, 503),
     ),
     ("GET", "/v1/groups"): Operation(
         summary="Finished groups, newest first.",
@@ -381,6 +382,13 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ),
     ("GET", "/v1/status"): Operation(summary="The state of the node.", tag="node", answer=NodeStatusAnswer),
     ("GET", "/metrics"): Operation(summary="Prometheus metrics.", tag="node", content="text/plain"),
+    ("POST", "/v1/fleet/drain"): Operation(
+        summary="Let a node take no new places, or take some again.",
+        tag="node",
+        body=DrainOrder,
+        answer=DrainAnswer,
+        errors=(404, 413, 502, 503),
+    ),
     ("GET", "/healthz"): Operation(
         summary="Whether the process serves.", tag="node", answer=HealthAnswer, open=True
     ),
@@ -540,10 +548,10 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         body=PauseOrder,
         optional_body=True,
         answer=WeightsState,
-        errors=(409, 413, 503),
+        errors=(409, 413, 502, 503),
     ),
     ("POST", "/v1/engine/resume"): Operation(
-        summary="Resume generation.", tag="weights", answer=WeightsState, errors=(409, 503)
+        summary="Resume generation.", tag="weights", answer=WeightsState, errors=(409, 502, 503)
     ),
     ("POST", "/v1/engine/memory/release"): Operation(
         summary="Release GPU memory.",
@@ -568,7 +576,7 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         body=ForkOrder,
         status=202,
         answer=Submitted,
-        errors=(404, 409, 413, 429, 507),
+        errors=(404, 409, 413, 429, 502, 503, 507),
         leads_to={"/task_id": ("GET", "/v1/tasks/<task_id>")},
     ),
     ("POST", "/v1/evaluations"): Operation(
@@ -591,12 +599,15 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         status=201,
         again=200,
         answer=OpenedCapture,
-        errors=(409, 413, 429, 507),
+        errors=(409, 413, 429, 502, 503, 507),
         leads_to={"/session_id": ("DELETE", "/v1/capture/<session_id>")},
     ),
     ("GET", "/v1/capture"): Operation(summary="The open captures.", tag="captures", answer=CapturesAnswer),
     ("GET", "/v1/capture/<session_id>"): Operation(
-        summary="One capture, open or over.", tag="captures", answer=CaptureOpen | CaptureOver, errors=(404,)
+        summary="One capture, open or over.",
+        tag="captures",
+        answer=CaptureOpen | CaptureOver,
+        errors=(404, 502, 503),
     ),
     ("DELETE", "/v1/capture/<session_id>"): Operation(
         summary="End a capture and publish its trajectory.",
@@ -604,6 +615,6 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         body=CaptureEnd,
         optional_body=True,
         answer=CaptureOver,
-        errors=(404, 409, 413, 507),
+        errors=(404, 409, 413, 502, 503, 507),
     ),
 }

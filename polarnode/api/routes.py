@@ -18,7 +18,7 @@ from polarnode.api.exports import check_format, cursor_text, event_stream, expor
 from polarnode.api.metrics import CONTENT_TYPE, exposition
 from polarnode.api.page import PageRoutes
 from polarnode.api.query import FILTERS, Ack, Query, last_event_id, read_query
-from polarnode.api.service import NotFound, Service, json_response, readiness
+from polarnode.api.service import NotFound, Service, json_response, readiness, turns_of
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_evaluation, read_task, task_json
@@ -197,11 +197,8 @@ class Routes:
         """
         query = read_query(request.args, "arrays")
         record = await self._existing_session(session_id)
-        turns, found = (
-            # of a session that is not over its own node alone has turns
-            await (self.service.journal if record.outcome is None else self.service.log).turns(session_id),
-            await self.service.log.trajectory(session_id),
-        )
+        turns = await turns_of(self.service, record)
+        found = await self.service.log.trajectory(session_id)
 
         def body(found: Trajectory | None) -> bytes:
             left_out = () if found is None else found.left_out

@@ -25,9 +25,15 @@ from polarnode.core.errors import (
     Refused,
     Unreadable,
 )
-from polarnode.core.status import CaptureStatus, LiveSessionStatus, OpenedCapture, Submitted
+from polarnode.core.status import (
+    CaptureStatus,
+    LiveSessionStatus,
+    OpenedCapture,
+    SessionRecord,
+    Submitted,
+)
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
-from polarnode.core.trajectory import Trajectory
+from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.journal.log.port import Log, LogAway
 
 if TYPE_CHECKING:
@@ -113,6 +119,15 @@ class Service(Protocol):
 
     def unready(self) -> str | None:
         """Why it is not ready, in one sentence; None when it is."""
+
+
+async def turns_of(service: Service, session: SessionRecord) -> tuple[Turn, ...]:
+    """The turns of a session. The log has all of one that is over; those so far are in the journal of the
+    node that runs it, which another node asks (`proxy`).
+    """
+    if session.outcome is not None:
+        return await service.log.turns(session.session_id)
+    return await service.journal.turns(session.session_id)
 
 
 # ── errors ────────────────────────────────────────────────────────────

@@ -44,7 +44,7 @@ from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import check_task, full_disk
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.forks import check_fork
+from polarnode.rollouts.forks import check_fork, find_parent
 from polarnode.rollouts.judges import Judges
 from polarnode.rollouts.resuming import check_freezing, find_frozen, find_snapshot
 from polarnode.rollouts.scheduler import Scheduler
@@ -101,7 +101,7 @@ class Node:
         self.callbacks.check(spec)
 
     async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
-        if self.scheduler.draining:
+        if self.scheduler.draining and not self.log.shared:  # others claim the places of a shared log
             raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAINING_S)
         check_task(
             self.journal.statistics(),
@@ -112,7 +112,7 @@ class Node:
         if spec.snapshot_at.freeze:
             check_freezing(self.scheduler.services, "$.snapshot_at.freeze")
         if spec.fork is not None:
-            parent = check_fork(spec, spec.fork, await self.journal.fork_parent(spec.fork))
+            parent = check_fork(spec, spec.fork, await find_parent(self.log, self.journal, spec.fork))
             if spec.fork.by == "freeze":
                 await find_frozen(self.scheduler.services, spec, spec.fork, parent)
             elif spec.fork.by == "resume":

@@ -59,6 +59,7 @@ from polarnode.node.settings import (
     why_unrouted,
 )
 from polarnode.rollouts.evaluations import Evaluations
+from polarnode.rollouts.forks import find_parent
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler, recover
@@ -441,7 +442,7 @@ async def _open_sessions(
         scoring=scoring,
         adapters=engines.adapters,
         places=engines,
-        fork_parent=journal.fork_parent,
+        fork_parent=partial(find_parent, log, journal),
         earlier_attempts=journal.earlier_attempts,
     )
     async with (

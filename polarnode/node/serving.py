@@ -1,7 +1,7 @@
 """The control plane of an open node: its routes and its socket."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from socket import socket
@@ -10,6 +10,7 @@ from polarnode.api.app import control_plane
 from polarnode.api.fork_routes import ForkRoutes
 from polarnode.api.live import LiveSessionRoutes
 from polarnode.api.logs import LogRoutes
+from polarnode.api.proxy import DrainRoutes, OtherNodes, PassingRoutes, open_others
 from polarnode.api.routes import (
     AdapterRoutes,
     CaptureRoutes,
@@ -20,7 +21,7 @@ from polarnode.api.routes import (
 )
 from polarnode.api.timeseries import History
 from polarnode.api.weight_files import WeightFiles
-from polarnode.http.asgi import BrowserGuard
+from polarnode.http.asgi import BrowserGuard, RouteRow
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.sglang import sglang_extension
@@ -35,22 +36,18 @@ async def serve_control_plane(node: Node, listener: socket | None = None) -> Asy
     """The trainer's socket of a node, for as long as the block; gives its address. `listener` is the socket,
     where it is bound already.
     """
+    config = node.config
+    async with (
+        open_others(node.log, name=config.node_id, token=config.token) as others,
+        _served(node, others, listener) as address,
+    ):
+        yield address
+
+
+@asynccontextmanager
+async def _served(node: Node, others: OtherNodes, listener: socket | None) -> AsyncIterator[Address]:
     config, history = node.config, History(figures=node.figures, now=time.time)
-    rows = (
-        *Routes(service=node, sessions_dir=sessions_dir(config)).rows(),
-        *LiveSessionRoutes(node).rows(),
-        *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
-        *AdapterRoutes(store=node.adapters).rows(),
-        *CaptureRoutes(captures=node.captures).rows(),
-        *ForkRoutes(service=node).rows(),
-        *EvaluationRoutes(evaluations=node.evaluations).rows(),
-        *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
-        *LogRoutes(
-            service=node, state=Path(config.state_dir), sessions_dir=sessions_dir(config), ring=LOG_LIMIT
-        ).rows(),
-        *WeightFiles(node.weights, node.adapters).rows(),
-        *history.rows(),
-    )
+    rows = PassingRoutes(others).rows(_rows(node, others, history))
     by_token = config.token is not None
     guard = BrowserGuard(bound=config.host.lower(), allowed=config.allowed_hosts, any_host=by_token)
     sglang = sglang_extension(
@@ -66,3 +63,24 @@ async def serve_control_plane(node: Node, listener: socket | None = None) -> Asy
     async with open_background(history.run), served as address:
         node.callbacks.own_ports.append({address.port, node.captures.port})
         yield address
+
+
+def _rows(node: Node, others: OtherNodes, history: History) -> Iterator[RouteRow]:
+    """The node's own routes."""
+    config = node.config
+    yield from (
+        *Routes(service=node, sessions_dir=sessions_dir(config)).rows(),
+        *LiveSessionRoutes(node, others).rows(),
+        *DrainRoutes(others, node.drain).rows(),
+        *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
+        *AdapterRoutes(store=node.adapters).rows(),
+        *CaptureRoutes(captures=node.captures).rows(),
+        *ForkRoutes(service=node).rows(),
+        *EvaluationRoutes(evaluations=node.evaluations).rows(),
+        *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
+        *LogRoutes(
+            service=node, state=Path(config.state_dir), sessions_dir=sessions_dir(config), ring=LOG_LIMIT
+        ).rows(),
+        *WeightFiles(node.weights, node.adapters).rows(),
+        *history.rows(),
+    )

@@ -349,7 +349,7 @@ class Captures:
         if capture is not None:
             await capture.over.wait()
         await self._written("the finished trajectory is kept in memory", session_id)
-        found = await self.journal.trajectory(session_id)
+        found = await self.log.trajectory(session_id)
         if found is None:
             self.journal.insist_whole()  # it may have been one that could not be written
         return found if found is not None and found.harness == CAPTURE else None

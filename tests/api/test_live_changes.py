@@ -14,11 +14,13 @@ from control_plane_parts import Plane, TaskTaker, open_plane
 from trio.testing import MockClock
 
 from polarnode.api.exports import KEEP_ALIVE_S
-from polarnode.api.live import AT_ONCE, LOOK_S, LiveSessionRoutes, SeenSessions, SessionWatch, pieces
+from polarnode.api.live import AT_ONCE, LOOK_S, LiveBody, SeenSessions, SessionWatch, pieces
+from polarnode.api.proxy import open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.awaiting_http import AsyncEvents
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionChanges
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.sqlite import SqliteLog
 
 ONE = LiveSessionStatus(session_id="a", task_id="t", harness="pi", phase="init", turns=0, sampled_tokens=0)
 
@@ -103,14 +105,15 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
 
 
 async def test_a_quiet_stream_gives_signs_of_life(journal: Journal, autojump_clock: MockClock) -> None:
-    stream = LiveSessionRoutes(TaskTaker(journal=journal))._events(follow=True)
-    sent = [await anext(stream) for _ in range(2)]
-    assert sent[0].startswith(b":")
-    assert sent[1] == b'event: sessions\ndata: {"node":"n0","sessions":[],"whole":true}\n\n'
-    began = trio.current_time()
-    assert await anext(stream) == b": keep-alive\n\n"
-    assert KEEP_ALIVE_S <= trio.current_time() - began <= KEEP_ALIVE_S + LOOK_S
-    await stream.aclose()  # type: ignore[attr-defined]
+    async with open_others(SqliteLog(journal), name="n0", token=None) as others:
+        stream = LiveBody(watch=SessionWatch(TaskTaker(journal=journal)), others=others, follow=True)
+        sent = [await anext(stream) for _ in range(2)]
+        assert sent[0].startswith(b":")
+        assert sent[1] == b'event: sessions\ndata: {"node":"n0","sessions":[],"whole":true}\n\n'
+        began = trio.current_time()
+        assert await anext(stream) == b": keep-alive\n\n"
+        assert KEEP_ALIVE_S <= trio.current_time() - began <= KEEP_ALIVE_S + LOOK_S
+        await stream.aclose()
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from polarnode.api.fork_routes import ForkRoutes
 from polarnode.api.live import LiveSessionRoutes
 from polarnode.api.logs import LogRoutes
 from polarnode.api.metrics import Figures
+from polarnode.api.proxy import DrainRoutes, OtherNodes, PassingRoutes, open_others
 from polarnode.api.routes import (
     AdapterRoutes,
     CaptureRoutes,
@@ -158,6 +159,7 @@ def log_routes(service: TaskTaker, folder: Path) -> Iterator[RouteRow]:
 
 def other_rooms(journal: Journal) -> Iterator[Extension]:
     """What other rooms add, for tests of every route of the control plane."""
+    nobody: Any = NoWeights()
     yield Extension(
         rows=(
             *WeightsRoutes(weights=NoWeights(), control=NoWeights()).rows(),  # type: ignore[arg-type]
@@ -167,7 +169,8 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
             *EvaluationRoutes(evaluations=NoWeights()).rows(),  # type: ignore[arg-type]
             *ScoreRoutes(scoring=Scoring()).rows(),
             *log_routes(TaskTaker(journal=journal), Path()),
-            *LiveSessionRoutes(TaskTaker(journal=journal)).rows(),
+            *LiveSessionRoutes(TaskTaker(journal=journal), nobody).rows(),
+            *DrainRoutes(nobody, lambda _: None).rows(),
             *History(figures=TaskTaker(journal=journal).figures, now=lambda: 1.0).rows(),
         )
     )
@@ -343,18 +346,22 @@ async def open_plane(
     async with open_journal(path, now=lambda: 1.0, retention=retention) as journal:
         service = TaskTaker(journal=journal, log=log or SqliteLog(journal))
         history = History(figures=service.figures, now=lambda: 1.0)
-        rows = (
-            *Routes(service=service, sessions_dir=path.parent).rows(),
-            *ForkRoutes(service=service).rows(),
-            *log_routes(service, path.parent),
-            *LiveSessionRoutes(service).rows(),
-            *history.rows(),
-        )
-        async with open_server(
-            control_plane(rows, token=token),
-            Address(host="127.0.0.1", port=port),
-            connections=connections,
-        ) as address:
+
+        def rows(others: OtherNodes) -> Iterator[RouteRow]:
+            yield from Routes(service=service, sessions_dir=path.parent).rows()
+            yield from ForkRoutes(service=service).rows()
+            yield from log_routes(service, path.parent)
+            yield from LiveSessionRoutes(service, others).rows()
+            yield from history.rows()
+
+        async with (
+            open_others(service.log, name=service.node_id, token=token) as others,
+            open_server(
+                control_plane(PassingRoutes(others).rows(rows(others)), token=token),
+                Address(host="127.0.0.1", port=port),
+                connections=connections,
+            ) as address,
+        ):
             yield Plane(
                 url=f"http://127.0.0.1:{address.port}", journal=journal, service=service, history=history
             )

@@ -149,7 +149,10 @@ async def open_hollow(config: NodeConfig) -> AsyncIterator[tuple[Any, Any]]:
     vars(opening).update(patched)
     async with AsyncExitStack() as stack:
         try:
-            node = await stack.enter_async_context(opening.open_node(config, report=lambda text: None))
+            url = f"http://{config.host}:{config.port}" if config.port else ""
+            node = await stack.enter_async_context(
+                opening.open_node(config, report=lambda text: None, url=url)
+            )
         finally:
             vars(opening).update(usual)
         programs = node.runtimes.programs  # type: ignore[attr-defined]

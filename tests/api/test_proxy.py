@@ -1,0 +1,320 @@
+"""Live things of a session that runs at another node: two hollow nodes with real control planes on one PostgreSQL."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+from ssl import PEM_cert_to_DER_cert
+from typing import Any
+
+import pytest
+import trio
+from attrs import define, field
+from control_plane_parts import Answer, Caller
+from fakes_runtime import Call
+from hollow_node import _record, open_hollow
+from postgres_kit import Cluster, free_port, running_cluster
+from tls_kit import Authority
+
+from polarnode.api.proxy import PASSED_TO, NodeGone, open_others
+from polarnode.client import AsyncPolarnodeClient
+from polarnode.client.values import Unreachable
+from polarnode.core.status import SessionChanges
+from polarnode.http.server import Address, Certificate, open_server
+from polarnode.journal.log.port import NodeFacts, NodeRow
+from polarnode.node.config import NodeConfig
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as found:
+        yield found
+
+
+@define(eq=False)
+class Two:
+    """Node `a`, which is asked, and node `b`, which runs the sessions. `done`: they may end."""
+
+    a: Caller
+    b: Caller
+    nodes: dict[str, Any]
+    done: trio.Event = field(factory=trio.Event)
+    ran: trio.Event = field(factory=trio.Event)  # a session has a turn
+
+    async def submit(self, at: Caller, **more: Any) -> Any:
+        """A task that runs at node b."""
+        body = {
+            "instruction": "x",
+            "harness": {"name": "shell", "command": ["hold"]},
+            "requires": {"node": "b"},
+            **more,
+        }
+        answer = await at.post("/v1/tasks", body)
+        assert answer.status == 202, answer.text
+        return answer.json()
+
+    async def running(self, at: Caller | None = None, **more: Any) -> str:
+        """A session at node b that has one turn; its task is sent to node a."""
+        task = await self.submit(at or self.a, **more)
+        with trio.fail_after(30):
+            await self.ran.wait()
+        await self.nodes["b"].journal.flushed()
+        return str(task["session_ids"][0])
+
+    async def hold(self, call: Call) -> int:
+        """The harness: a turn, words, and then it waits."""
+        sessions = self.nodes["b"].scheduler.sessions_by_key
+        live = sessions.by_key(call.env["OPENAI_API_KEY"])
+        assert live is not None
+        _record(live, 3)
+        call.runtime.files["/work/answer"] = b"42"
+        call.stdout.extend(b"said by b\n")
+        self.ran.set()
+        await self.done.wait()
+        return 0
+
+
+def settings(folder: Path, name: str, dsn: str, **more: Any) -> NodeConfig:
+    return NodeConfig(
+        engine="simulated",
+        port=free_port(),
+        token="secret",
+        node_id=name,
+        log=dsn,
+        state_dir=str(folder / name),
+        podman_dir=str(folder / "podman"),
+        import_paths=("session_kit",),
+        memory_reserve_mb=1,
+        disk_reserve_mb=1,
+        **more,
+    )
+
+
+@asynccontextmanager
+async def two_nodes(folder: Path, dsn: str) -> AsyncIterator[Two]:
+    failed: Exception | None = None
+    async with AsyncExitStack() as stack:
+        callers, nodes = dict[str, Caller](), dict[str, Any]()
+        for name in ("a", "b"):
+            node, address = await stack.enter_async_context(open_hollow(settings(folder, name, dsn)))
+            callers[name], nodes[name] = Caller(url=f"http://{address.host}:{address.port}"), node
+        two = Two(callers["a"], callers["b"], nodes)
+        nodes["b"].runtimes.programs["hold"] = two.hold
+        try:
+            yield two
+        except (
+            Exception
+        ) as error:  # raised below as itself: the nodes' nurseries would wrap it again and again
+            failed = error
+        two.done.set()
+    if failed is not None:
+        raise failed
+
+
+async def until(look: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:
+    with trio.fail_after(30):
+        while not holds(found := await look()):  # noqa: ASYNC110
+            await trio.sleep(0.05)
+    return found
+
+
+def error(answer: Answer) -> str:
+    return str(answer.json()["error"]["message"])
+
+
+async def test_turns_so_far_and_their_end(tmp_path: Path, cluster: Cluster) -> None:
+    async with two_nodes(tmp_path, cluster.database()) as two:
+        session = await two.running()
+        live = (await two.a.get(f"/v1/sessions/{session}")).json()
+        assert len(live["turns"]) == 1, "the node that runs it was asked"
+        assert live == (await two.b.get(f"/v1/sessions/{session}")).json()
+        asked = await two.a.call("GET", f"/v1/sessions/{session}", headers={PASSED_TO: "a"})
+        assert asked.json()["turns"] == [], "what was passed on is not passed on again"
+        two.done.set()
+
+        async def whole() -> Any:
+            return (await two.a.get(f"/v1/sessions/{session}")).json()
+
+        over = await until(whole, lambda found: found["session"]["outcome"] is not None)
+        assert len(over["turns"]) == 1
+        here = await two.a.call("GET", f"/v1/sessions/{session}", headers={PASSED_TO: "a"})
+        assert here.json() == over, "the log has it"
+        printed = await two.a.get(f"/v1/sessions/{session}/log", tail=5)
+        assert printed.json()["text"] == "said by b\n", "its file stays where it ran"
+
+
+async def test_live_stream_logs_and_drain(tmp_path: Path, cluster: Cluster) -> None:
+    async with two_nodes(tmp_path, cluster.database()) as two:
+        session = await two.running()
+        async with AsyncPolarnodeClient(two.a.url, "secret") as client, client.live_sessions() as events:
+            heard: dict[str, SessionChanges] = {}
+            with trio.fail_after(30):
+                while heard.keys() != {"a", "b"}:
+                    changes = await anext(events)
+                    heard.setdefault(changes.node, changes)
+            assert [each.session_id for each in heard["b"].sessions] == [session]
+            assert heard["a"].sessions == (), "no session is told of twice"
+            two.done.set()
+            with trio.fail_after(30):
+                while (changes := await anext(events)).sessions[0].phase != "ended":
+                    assert changes.node == "b"
+        drained = await two.a.post("/v1/fleet/drain", {"node": "b", "draining": True})
+        assert drained.json() == {"name": "b", "draining": True}
+        assert two.nodes["b"].scheduler.draining
+        assert not two.nodes["a"].scheduler.draining
+        assert (await two.a.post("/v1/fleet/drain", {"draining": True})).json()["name"] == "a"
+        unknown = await two.a.post("/v1/fleet/drain", {"node": "c", "draining": True})
+        assert (unknown.status, error(unknown)) == (
+            404,
+            "no node that is alive is called 'c': there are a, b",
+        )
+        (tmp_path / "b" / "engine-0.log").write_text("words of an engine\n")
+        names = [each["name"] for each in (await two.a.get("/v1/logs")).json()["logs"]]
+        assert "b/engine-0" in names
+        piece = (await two.a.get("/v1/logs/b/engine-0", tail=1)).json()
+        assert (piece["name"], piece["text"]) == ("b/engine-0", "words of an engine\n")
+        assert (await two.a.get("/v1/logs/b/none")).status == 404
+
+
+async def test_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) -> None:
+    async with two_nodes(tmp_path, cluster.database()) as two:
+        two.done.set()
+        session = await two.running(runtime={"artifacts": ["/work/answer"]})
+
+        async def kept() -> Answer:
+            return await two.a.get(f"/v1/sessions/{session}/artifacts")
+
+        answer = await until(kept, lambda answer: answer.status == 200)
+        assert answer.body == (await two.b.get(f"/v1/sessions/{session}/artifacts")).body
+        assert answer.headers["content-disposition"] == f'attachment; filename="{session}.artifacts.tar"'
+        opened = await two.a.post("/v1/capture", {"requires": {"node": "b"}})
+        capture = opened.json()["session_id"]
+        assert opened.status == 201
+        assert [each["session_id"] for each in (await two.a.get("/v1/capture")).json()["captures"]] == [
+            capture
+        ]
+        assert (await two.a.get(f"/v1/capture/{capture}")).json()["outcome"] is None
+        ended = await two.a.call("DELETE", f"/v1/capture/{capture}", json_body={"reward": 1.0})
+        assert ended.status == 200, ended.text
+        assert (await two.a.post("/v1/engine/pause", {"mode": "retract"})).status == 200
+        assert [two.nodes[name].engines.paused for name in "ab"] == ["retract", "retract"]
+        assert (await two.a.post("/v1/engine/resume", None)).status == 200
+        assert [two.nodes[name].engines.paused for name in "ab"] == [None, None]
+
+
+async def test_cancel_and_a_bad_request_reach_it(tmp_path: Path, cluster: Cluster) -> None:
+    async with two_nodes(tmp_path, cluster.database()) as two:
+        session = await two.running()
+        refused = await two.a.get(f"/v1/sessions/{session}/log", tail=0)
+        assert refused.json()["error"]["path"] == "?tail", "the other node's own words"
+        fork = await two.a.post(f"/v1/sessions/{session}/fork", {"turn": 7})
+        assert fork.status == 400, fork.text
+        assert "turn" in error(fork), "the parent's turns are known where it runs"
+        task = (await two.a.get(f"/v1/sessions/{session}")).json()["session"]["task_id"]
+        assert (await two.a.call("DELETE", f"/v1/tasks/{task}")).json()["cancelled"]
+
+        async def over() -> Any:
+            return (await two.a.get(f"/v1/sessions/{session}")).json()["session"]
+
+        assert (await until(over, lambda found: found["outcome"] is not None))["status"] == "cancelled"
+
+
+async def test_who_has_anothers_address_answers_502(tmp_path: Path, cluster: Cluster) -> None:
+    async with two_nodes(tmp_path, cluster.database()) as two:
+        session = await two.running()
+        for path in (f"/v1/sessions/{session}", "/v1/sessions/live"):
+            astray = await two.a.call("GET", path, headers={PASSED_TO: "b"})
+            assert (astray.status, astray.json()["error"]["type"]) == (502, "astray")
+            assert "give that one a url at which it alone is reached" in error(astray)
+
+
+# ── nodes that do not answer ──────────────────────────────────────────────────
+
+
+@define(eq=False)
+class NodesOnly:
+    """A log that knows one session, and nodes."""
+
+    row: NodeRow
+    rows: tuple[NodeRow, ...]
+
+    async def node_of(self, session_id: str) -> NodeRow | None:
+        await trio.lowlevel.checkpoint()
+        return self.row if session_id == "s" else None
+
+    async def nodes(self) -> tuple[NodeRow, ...]:
+        await trio.lowlevel.checkpoint()
+        return self.rows
+
+
+def row(name: str, incarnation: int, **more: Any) -> NodeRow:
+    facts = NodeFacts(name=name, url=more.pop("url", "http://127.0.0.1:9"), certificate=more.pop("pin", ""))
+    return NodeRow(incarnation=incarnation, facts=facts, sign=0, state=more.pop("state", "alive"), **more)
+
+
+@pytest.mark.parametrize(
+    ("runs", "nodes", "found"),
+    [
+        (row("b", 2), (row("a", 1), row("b", 2)), 2),
+        (row("a", 1), (row("a", 3),), None),
+        (row("b", 2, state="lost"), (row("a", 1), row("b", 4)), 4),
+        (row("b", 2, state="left"), (row("a", 1), row("c", 5)), "gone"),
+    ],
+    ids=["elsewhere", "here", "came back", "gone"],
+)
+async def test_where_a_session_is(runs: NodeRow, nodes: tuple[NodeRow, ...], found: Any) -> None:
+    log: Any = NodesOnly(runs, nodes)
+    async with open_others(log, name="a", token=None) as others:
+        assert await others.of_session("unknown") is None
+        if found != "gone":
+            where = await others.of_session("s")
+            assert (None if where is None else where.incarnation) == found
+            return
+        with pytest.raises(NodeGone, match="its node is gone; its place runs elsewhere"):
+            await others.of_session("s")
+
+
+async def test_silent_and_lost_nodes(tmp_path: Path, cluster: Cluster) -> None:
+    async with two_nodes(tmp_path, cluster.database()) as two:
+        session = await two.running(two.b)
+        log, nodes = two.nodes["b"].log, {each.facts.name: each for each in await two.nodes["a"].log.nodes()}
+        address = nodes["b"].facts.url.encode()
+        await log._write(_moved, "http://127.0.0.1:9", nodes["b"].incarnation)
+        silent = await two.a.get(f"/v1/sessions/{session}")
+        assert (silent.status, silent.headers.get("retry-after")) == (503, "5"), silent.text
+        assert "does not answer" in error(silent)
+        await log._write(_moved, address.decode(), nodes["b"].incarnation)
+        two.nodes["b"].scheduler.draining = True
+        await log.leave(nodes["b"].incarnation)
+        gone = await two.a.get(f"/v1/sessions/{session}/log")
+        assert gone.status == 404
+        assert "its node is gone; its place runs elsewhere" in error(gone)
+
+
+def _moved(db: Any, url: str, incarnation: int) -> None:
+    db.execute("UPDATE nodes SET url = %s WHERE incarnation = %s", (url, incarnation))
+
+
+async def test_another_certificate_is_sent_nothing(tmp_path: Path) -> None:
+    chain, key = Authority(tmp_path).issue("elsewhere.invalid")
+    pin = sha256(PEM_cert_to_DER_cert(await trio.Path(chain).read_text())).hexdigest()
+    asked: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    served: Any = app
+    async with open_server(
+        served, Address(host="127.0.0.1", port=0), certificate=Certificate(chain, key)
+    ) as address:
+        url = f"https://127.0.0.1:{address.port}"
+        right, wrong = row("b", 2, url=url, pin=pin), row("c", 3, url=url, pin="00" * 32)
+        log: Any = NodesOnly(right, (row("a", 1), right, wrong))
+        async with open_others(log, name="a", token="secret") as others:
+            words = {each.facts.name: word for each, word in await others.ask_all("GET", "/v1/capture")}
+    assert words["b"] == {}
+    assert isinstance(words["c"], Unreachable)
+    assert "another certificate than the one that was pinned" in str(words["c"])
+    assert asked == ["/v1/capture"], "the token went to nobody else"
