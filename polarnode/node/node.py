@@ -22,7 +22,7 @@ from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, ConfigError, Conflict, Refused
 from polarnode.core.status import LiveSessionStatus
-from polarnode.core.task import TaskSpec
+from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines
 from polarnode.engine.memory import EngineControl
@@ -44,7 +44,8 @@ from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import check_task, full_disk
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.forks import check_fork, find_parent
+from polarnode.rollouts.fork_nodes import ForkNodes
+from polarnode.rollouts.forks import check_fork
 from polarnode.rollouts.judges import Judges
 from polarnode.rollouts.resuming import check_freezing, find_frozen, find_snapshot
 from polarnode.rollouts.scheduler import Scheduler
@@ -112,17 +113,34 @@ class Node:
         if spec.snapshot_at.freeze:
             check_freezing(self.scheduler.services, "$.snapshot_at.freeze")
         if spec.fork is not None:
-            parent = check_fork(spec, spec.fork, await find_parent(self.log, self.journal, spec.fork))
-            if spec.fork.by == "freeze":
-                await find_frozen(self.scheduler.services, spec, spec.fork, parent)
-            elif spec.fork.by == "resume":
-                harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)
-                await find_snapshot(self.scheduler.services, spec, spec.fork, harness)
+            await self._check_fork(spec, spec.fork)
         task_id, session_ids = await self.scheduler.submit(
             spec, idempotency_key=idempotency_key, callback_kinds=self.journal.kinds_for(spec)
         )
         logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)
         return Submitted(task_id=task_id, session_ids=session_ids)
+
+    async def _check_fork(self, spec: TaskSpec, fork: ForkSpec) -> None:
+        """Raise Refused for forks that could not begin; at another node each looks when it begins."""
+        services = self.scheduler.services
+        parents = ForkNodes(
+            log=self.log,
+            journal=self.journal,
+            node=self.node_id,
+            snapshots=services.log_dir,
+            patient=False,
+        )
+        home, parent = await parents.home(fork), await parents.parent(fork)
+        if home is not None and parent is not None and not parent.count:
+            return  # its turns are at the other node yet
+        parent = check_fork(spec, fork, parent)
+        if home is not None:
+            return
+        if fork.by == "freeze":
+            await find_frozen(services, spec, fork, parent)
+        elif fork.by == "resume":
+            harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)
+            await find_snapshot(services, spec, fork, harness)
 
     async def _existing(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:
         record = await self.journal.task_of_key(idempotency_key) if idempotency_key else None

@@ -59,7 +59,7 @@ from polarnode.node.settings import (
     why_unrouted,
 )
 from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.forks import find_parent
+from polarnode.rollouts.fork_nodes import ForkNodes
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler, recover
@@ -420,6 +420,7 @@ async def _open_sessions(
     def serve_endpoint(session_id: str, listener: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), listener)
 
+    parents = ForkNodes(log=log, journal=journal, node=config.node_id, snapshots=sessions_dir(config))
     services = NodeServices(
         identity=NodeIdentity(node=config.node_id, model=model.name, labels=config.labels),
         journal=journal,
@@ -442,8 +443,9 @@ async def _open_sessions(
         scoring=scoring,
         adapters=engines.adapters,
         places=engines,
-        fork_parent=partial(find_parent, log, journal),
-        earlier_attempts=journal.earlier_attempts,
+        fork_parent=parents.parent,
+        earlier_attempts=parents.earlier_attempts,
+        insist_here=parents.insist_here,
     )
     async with (
         open_background(services.freezer.run),

@@ -14,31 +14,8 @@ from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.journal.forks import ForkParent
-from polarnode.journal.journal import Journal
-from polarnode.journal.log.port import Log
 from polarnode.merge.attach import References
 from polarnode.merge.lineage import DropsThinking, Lineages
-
-
-async def find_parent(log: Log, journal: Journal, fork: ForkSpec) -> ForkParent | None:
-    """The session that forks go on from; None when it is unknown or pruned. The turns of one that runs here
-    are in the journal, and those of one that is over in the log; its task is in the log.
-    """
-    here, record = await journal.fork_parent(fork), await log.session(fork.session)
-    if record is None or (here is not None and here.spec is not None):
-        return here
-    task = await log.task(record.task_id)
-    spec = None if task is None or task.damaged is not None else task.spec
-    if here is not None and record.outcome is None:
-        return evolve(here, spec=spec)
-    turns = await log.turns(fork.session)
-    return ForkParent(
-        spec=spec,
-        turns=tuple(each for each in turns if each.index < fork.turn),
-        damaged=(),
-        count=len(turns),
-        next=next((each for each in turns if each.index == fork.turn), None),
-    )
 
 
 def check_fork(spec: TaskSpec, fork: ForkSpec, parent: ForkParent | None) -> ForkParent:

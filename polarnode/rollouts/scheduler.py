@@ -71,6 +71,8 @@ logger = logging.getLogger(__name__)
 KEPT_IMAGES: Final = 32  # of recent tasks: a node keeps about so many prepared workspaces
 KEPT_ENDED: Final = 10_000  # ended sessions that status still lists: about 1 kB each
 ENDINGS_AT_ONCE: Final = 64  # places that are ended without a run, between two looks at the rest
+# that a node takes no place of a fork that must begin at another one: that one looks each second for room
+AVOIDED_S: Final = 10.0
 LOOK_S: Final = 1.0  # between looks at the log where nothing wakes: a lost notification costs no more
 
 
@@ -138,6 +140,8 @@ class Scheduler:
     _ended: dict[str, LiveSessionStatus] = field(factory=dict, init=False)
     _images: dict[str, None] = field(factory=dict, init=False)
     _cohorts: "WeakValueDictionary[str, Cohort]" = field(factory=WeakValueDictionary, init=False)
+    # places whose forks must begin at another node, until when this one takes none of them
+    _avoided: dict[tuple[str, int], float] = field(factory=dict, init=False)
     _unsure: bool = field(default=False, init=False)  # an answer to a claim was lost
     _room: trio.Event = field(factory=trio.Event, init=False)  # set when a session is over
 
@@ -187,7 +191,9 @@ class Scheduler:
         """Wait until a sample of a task is over, at whichever node; None if its end could not be written."""
         while (task_id, sample_index) not in self.registry.results.unwritten:
             seen = self.log.news
-            for facts in await self.log.places_over(task_id):
+            # while the log is away no session ends because of it
+            over = await self.registry.results.told(lambda: self.log.places_over(task_id))
+            for facts in over:
                 if facts.sample_index == sample_index:
                     return facts
             await self.log.wait_news(seen, LOOK_S)
@@ -282,13 +288,15 @@ class Scheduler:
             self._room = trio.Event()
 
     def _offer(self, room: int) -> Offer:
-        here, services = self.services.identity, self.services
+        here, services, now = self.services.identity, self.services, trio.current_time()
+        self._avoided = {place: until for place, until in self._avoided.items() if until > now}
         return Offer(
             incarnation=self.incarnation,
             room=room,
             labels=every_label(here.labels, node=here.node, model=here.model),
             images=tuple(self._images),
             serving=services.serving(),
+            avoided=frozenset(self._avoided),
         )
 
     def begin(self, claim: Claim) -> None:
@@ -414,6 +422,12 @@ class Scheduler:
         """A session is over: its sample is over, or another attempt takes its place."""
         claim = self.registry.results.claim_of(end.identity.session_id)
         session = self.registry.get(Session, end.identity.session_id)
+        if session is not None and session.elsewhere and claim is not None and end.cancelled is None:
+            place = (claim.task_id, claim.sample_index)
+            self._avoided[place] = trio.current_time() + AVOIDED_S
+            await self.registry.results.put_back(end.trajectory, counts=False, keep=False)
+            self._wake()
+            return
         if session is not None and claim is not None and end.cancelled is None:
             outcome = end.trajectory.outcome
             wrong = went_wrong(session.identity, session.live, outcome)  # it costs no retry

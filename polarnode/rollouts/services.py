@@ -159,6 +159,11 @@ def no_versions(_: str) -> tuple[str, ...]:
     return ()
 
 
+async def anywhere(_: ForkSpec) -> None:
+    """For a node that shares no log: whatever a fork needs is here, or nowhere."""
+    await trio.lowlevel.checkpoint()
+
+
 @frozen(kw_only=True)
 class NodeServices:
     """The services of a node for sessions of all drivers."""
@@ -193,6 +198,8 @@ class NodeServices:
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
     fork_parent: Callable[[ForkSpec], Awaitable[ForkParent | None]] = no_parent  # of a task's forks
     earlier_attempts: Callable[[Identity], Awaitable[Sequence[EarlierAttempt]]] = no_attempts
+    # raises ForkElsewhere for a fork that must begin at another node
+    insist_here: Callable[[ForkSpec], Awaitable[None]] = anywhere
 
     def versions_of(self, adapter: str) -> Sequence[str]:
         """The versions that a session's tokens may have: an adapter's own, or the base's."""

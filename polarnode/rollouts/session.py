@@ -33,6 +33,7 @@ from polarnode.groups.group import EARLY_STOP, Facts
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.continuing import find_continuation
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
+from polarnode.rollouts.fork_nodes import ForkElsewhere
 from polarnode.rollouts.forks import begin_fork
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
 from polarnode.rollouts.resuming import Resumption, begin_resume
@@ -72,6 +73,7 @@ class Session:
     phase_began: float = field(init=False)
     cancelled: CancelCause | None = field(default=None, init=False)
     _stoppable: trio.CancelScope | None = field(default=None, init=False)
+    elsewhere: bool = field(default=False, init=False)  # it did not begin: another node has what it needs
     _timing: Timing = field(factory=Timing, init=False)
     _clock: RunClock = field(factory=RunClock, init=False)
     _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
@@ -121,6 +123,9 @@ class Session:
             with self._stoppable_scope():
                 await trio.sleep(self.delay_s)
             result = await self._result()
+        except ForkElsewhere as error:
+            self.elsewhere = True
+            result = Result(outcome=Outcome(status="interrupted", boundary=error.boundary, reason=str(error)))
         except PolarnodeError as error:
             result = Result(outcome=fault_outcome(error))
         except Exception as error:
@@ -174,7 +179,10 @@ class Session:
             self.services.journal.session_started(found.identity)
             self._resumption = await found.begin(self.services, self.live)
             self._clock.before_s = found.state.snapshot.run_s
-        elif fork is not None and fork.by != "replay":
+            return
+        if fork is not None:
+            await self.services.insist_here(fork)
+        if fork is not None and fork.by != "replay":
             self._resumption = await begin_resume(self.order, self.services, self.live, fork)
         elif fork is not None:
             parent = await self.services.fork_parent(fork)

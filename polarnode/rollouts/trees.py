@@ -46,6 +46,7 @@ async def with_state(
 ) -> SessionOrder | Outcome:
     """The order of a fork of a tree with the state that it begins in, or its outcome where there is none.
     `root`: the facts of the session that held the root's place, None where its end could not be written.
+    Raises ForkElsewhere where the state is at another node.
     """
     found = await _state(order, services, place, root)
     if isinstance(found, str):
@@ -65,6 +66,7 @@ async def _state(
         return f"its root, session {root.session_id}, is not usable ({member.why})"
     by = tree_way(order.spec, order.harness)
     whole = ForkSpec(session=root.session_id, turn=COUNT, by=by)
+    await services.insist_here(whole)
     parent = await services.fork_parent(whole)
     if parent is None:
         return f"its root, session {root.session_id}, is not in this node's journal"

@@ -174,7 +174,10 @@ class PlaceTable:
                 continue
             if any(offer.serving.get(name) != version for name, version in versions.items()):
                 continue
-            chosen = tuple(islice(task.queued(to_end=False), offer.room - len(taken)))
+            queued = (
+                index for index in task.queued(to_end=False) if (task.task_id, index) not in offer.avoided
+            )
+            chosen = tuple(islice(queued, offer.room - len(taken)))
             taken += self._take(task, chosen)
         return tuple(taken)
 

@@ -21,10 +21,10 @@ from polarnode.core.conversation import Json
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Busy
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
-from polarnode.core.task import EvaluationSpec, TaskSpec
+from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory, Turn
 from polarnode.groups.group import Facts
-from polarnode.journal.forks import EarlierAttempt
+from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
 from polarnode.journal.values import EventPage, Filters, Retention, TaskRecord, TrajectoryEncoder
 from polarnode.merge.trajectory import Identity
@@ -69,8 +69,9 @@ class Claim:
 
 @frozen(kw_only=True)
 class Offer:
-    """What a node has room for. `serving` is the version of its weights by adapter, where "" is the base: a
-    node whose version is not the current one claims nothing of it.
+    """What a node has room for, but for the places `avoided`, by task and number. `serving` is the version of
+    its weights by adapter, where "" is the base: a node whose version is not the current one claims nothing
+    of it.
     """
 
     incarnation: int
@@ -78,6 +79,7 @@ class Offer:
     labels: Mapping[str, str] = field(factory=dict)
     images: tuple[str, ...] = ()
     serving: Mapping[str, str] = field(factory=dict)
+    avoided: frozenset[tuple[str, int]] = frozenset()
 
 
 # Who filled a place: this call (with the "last" one its task is over), this session in an earlier call, or
@@ -515,6 +517,9 @@ class Queries(Protocol):
 
     async def forks(self, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
         """The first forks of a session, in the order they began."""
+
+    async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
+        """The session that forks go on from. Of one that runs a log that is shared has no turns yet."""
 
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
         """The sessions that had a session's place before it, the last one first."""

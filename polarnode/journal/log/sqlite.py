@@ -22,7 +22,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Conflict
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
-from polarnode.core.task import CAPTURE, EvaluationSpec, TaskSpec
+from polarnode.core.task import CAPTURE, EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts, member_of
 from polarnode.journal import entries, pending_callbacks, queries, retention
@@ -35,7 +35,7 @@ from polarnode.journal.entries import (
     is_deleted,
 )
 from polarnode.journal.finished_groups import finished_groups
-from polarnode.journal.forks import EarlierAttempt
+from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.news import News
 from polarnode.journal.log.place_table import PlaceTable
@@ -545,6 +545,9 @@ class SqliteLog:
 
     async def forks(self, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
         return await self.journal.forks(session_id, limit)
+
+    async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
+        return await self.journal.fork_parent(fork)
 
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
         return await self.journal.earlier_attempts(place)

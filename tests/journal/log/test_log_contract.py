@@ -14,7 +14,7 @@ from polarnode.core.codec.json import read_json
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import RewardEvent
-from polarnode.core.task import CAPTURE, EvaluationSpec, GroupSpec, HarnessSpec
+from polarnode.core.task import CAPTURE, EvaluationSpec, ForkSpec, GroupSpec, HarnessSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
 from polarnode.journal.log.port import FILLED, Log, NodeFacts, Offer, whole_session
 from polarnode.journal.log.postgres.postgres import PostgresLog
@@ -755,6 +755,32 @@ async def test_earlier_attempts_last_first(log: Log) -> None:
         held = await log.put_back(held, end(held, status="interrupted", turns=2), keep=True)  # type: ignore[assignment]
     found = await log.earlier_attempts(end(held).identity)
     assert [(each.identity.attempt, each.count) for each in found] == [(1, 2), (0, 2)]
+
+
+async def test_fork_parent_with_turns(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t")
+    (held,) = await claim(log, node)
+    fork = ForkSpec(session=held.session_id, turn=1)
+    begun = await log.fork_parent(fork)
+    assert begun is not None
+    assert begun.count == 0, "it has no turns yet"
+    await log.finish(held, end(held, turns=3))
+    found = await log.fork_parent(fork)
+    assert found is not None
+    assert (found.spec, found.count, found.damaged) == (held.spec, 3, ())
+    assert [each.index for each in found.turns] == [0]
+    assert found.next is not None
+    assert found.next.index == 1
+    assert await log.fork_parent(ForkSpec(session="none", turn=0)) is None
+
+
+async def test_claim_leaves_avoided_places(log: Log) -> None:
+    node = await join(log)
+    await submit(log, "t", num_samples=3)
+    held = await claim(log, node, avoided=frozenset({("t", 1)}))
+    assert [each.sample_index for each in held] == [0, 2]
+    assert [each.sample_index for each in await claim(log, node)] == [1]
 
 
 async def test_reward_once_an_evaluation(log: Log) -> None:

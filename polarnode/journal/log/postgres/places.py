@@ -152,7 +152,8 @@ LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 
 FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND NOT t.by_caller AND t.requires <@ %(labels)s
     AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.model = %(model)s
-        AND w.adapter IN ('', t.adapter) AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)"""
+        AND w.adapter IN ('', t.adapter) AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)
+    AND NOT p.task_id || '/' || p.place = ANY (%(avoided)s)"""
 
 # Of the tasks that are to end only those are looked at that have not ended: a table of finished ones is not
 # read.
@@ -195,6 +196,7 @@ def claim(db: Database, offer: Offer) -> tuple[Claim, ...]:
         "labels": Jsonb(dict(offer.labels)),
         "model": offer.labels.get("model", ""),
         "images": list(offer.images),
+        "avoided": [f"{task_id}/{place}" for task_id, place in offer.avoided],
         "serving": Jsonb(dict(offer.serving)),
     }
     return () if offer.room < 1 else tuple(map(read_claim, db.execute(CLAIM, values).fetchall()))

@@ -19,10 +19,10 @@ from attrs import define, field
 from polarnode.core.conversation import Json
 from polarnode.core.cursors import Cursor
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
-from polarnode.core.task import EvaluationSpec, TaskSpec
+from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
-from polarnode.journal.forks import EarlierAttempt
+from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.log.news import News
 from polarnode.journal.log.port import (
     NO_ROOMS,
@@ -401,6 +401,9 @@ class PostgresLog:
 
     async def forks(self, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
         return await self._read(queries.forks, session_id, limit)
+
+    async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
+        return await self._read(queries.fork_parent, fork)
 
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
         return await self._read(queries.earlier_attempts, place)

@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from polarnode.core.codec.json import plain, read_json, structure
+from polarnode.core.codec.limits import COUNT
+from polarnode.core.codec.packing import unpack_turn
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Unreadable
 from polarnode.core.status import SessionRecord
-from polarnode.core.task import TaskSpec
+from polarnode.core.task import ForkSpec, TaskSpec
+from polarnode.core.trajectory import Damaged, Turn
 from polarnode.journal.damage import decoding
 from polarnode.journal.entries import RUN
 from polarnode.journal.finished_groups import SCANNED, has_forks, shown_group
-from polarnode.journal.forks import EarlierAttempt
+from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.places import read_outcome
 from polarnode.journal.values import TaskRecord
@@ -107,6 +110,36 @@ def forks(db: Database, session_id: str, limit: int) -> tuple[SessionRecord, ...
         (session_id, limit),
     )
     return tuple(map(read_session, rows))
+
+
+TURNS_UPTO: Final = (
+    "SELECT part, data FROM bodies JOIN sessions USING (session_id, written_by)"
+    " WHERE session_id = %s AND outcome IS NOT NULL AND part BETWEEN 1 AND %s ORDER BY part"
+)
+
+
+def fork_parent(db: Database, fork: ForkSpec) -> ForkParent | None:
+    found = session(db, fork.session)
+    if found is None:
+        return None
+    its_task = task(db, found.task_id)
+    turns: list[Turn] = []
+    damaged: list[Damaged] = []
+    upto = min(fork.turn + 1, COUNT)  # part 0 is the trajectory
+    for row in db.execute(TURNS_UPTO, (fork.session, upto), binary=True).fetchall():
+        try:
+            with decoding():
+                turns.append(unpack_turn(bytes(row["data"])))
+        except Unreadable as error:
+            if row["part"] <= fork.turn:
+                damaged.append(Damaged(part=f"turns[{row['part'] - 1}]", reason=str(error)))
+    return ForkParent(
+        spec=None if its_task is None else its_task.spec,
+        turns=tuple(each for each in turns if each.index < fork.turn),
+        damaged=tuple(damaged),
+        count=found.turns,
+        next=next((each for each in turns if each.index == fork.turn), None),
+    )
 
 
 def earlier_attempts(db: Database, place: Identity) -> tuple[EarlierAttempt, ...]:
