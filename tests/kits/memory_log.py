@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import trio
 from attrs import define, evolve, field
 
-from polarnode.core.codec.packing import unpack_trajectory
+from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
 from polarnode.core.errors import Conflict
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
@@ -55,6 +55,8 @@ class MemoryLog:
         if self.refuse_task is not None:
             raise self.refuse_task
         if task_id in self.tasks:
+            if self.tasks[task_id][0] == spec:
+                return
             raise Conflict(f"task {task_id} exists with another spec: choose another task_id")
         self.tasks[task_id] = (spec, session_ids)
         self._table.submit(spec, task_id=task_id, session_ids=session_ids, idempotency_key=key, submitted=0.0)
@@ -143,7 +145,8 @@ class MemoryLog:
 
     def _write(self, ended: Ended, retried_as: str | None = None) -> None:
         session_id = ended.identity.session_id
-        whole = unpack_trajectory(ended.parts[0], tuple(self.turns_of(session_id)))
+        turns = tuple(map(unpack_turn, ended.parts[1:])) or tuple(self.turns_of(session_id))
+        whole = unpack_trajectory(ended.parts[0], turns)
         self.published.append(evolve(whole, retried_as=retried_as))
         self._ended.add(session_id)
         self.tell()

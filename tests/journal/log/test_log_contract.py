@@ -3,12 +3,13 @@
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
 from journal_samples import make_spec, make_trajectory
 from log_kit import NOW, claim, die, end, join, keys, open_postgres, open_sqlite, submit
+from memory_log import MemoryLog
 
 from polarnode.core.codec.json import read_json
 from polarnode.core.cursors import Cursor
@@ -26,6 +27,20 @@ WEEK = 7 * 24 * 3600.0
 
 @pytest.fixture(params=["sqlite", "postgres"])
 async def log(request: pytest.FixtureRequest) -> AsyncIterator[Log]:
+    if request.param == "sqlite":
+        async with open_sqlite(request.getfixturevalue("tmp_path") / "journal.sqlite") as alone:
+            yield alone
+        return
+    async with open_postgres(request.getfixturevalue("dsn"), watch=False) as found:
+        yield found
+
+
+@pytest.fixture(params=["sqlite", "postgres", "memory"])
+async def places(request: pytest.FixtureRequest) -> AsyncIterator[Log]:
+    """Also the fake that tests of sessions in virtual time stand on, which has places and no events."""
+    if request.param == "memory":
+        yield cast(Log, MemoryLog())
+        return
     if request.param == "sqlite":
         async with open_sqlite(request.getfixturevalue("tmp_path") / "journal.sqlite") as alone:
             yield alone
@@ -66,11 +81,11 @@ async def test_submit_same_key_once(log: Log) -> None:
     assert len(await log.tasks()) == 1
 
 
-async def test_submit_taken_id(log: Log) -> None:
-    await submit(log, "a")
-    await submit(log, "a")  # the same, after a lost answer
+async def test_submit_taken_id(places: Log) -> None:
+    await submit(places, "a")
+    await submit(places, "a")  # the same, after a lost answer
     with pytest.raises(Conflict, match="task a exists"):
-        await submit(log, "a", instruction="another")
+        await submit(places, "a", instruction="another")
 
 
 async def test_submit_refuses_null_character(log: Log) -> None:
@@ -97,30 +112,30 @@ async def test_latest_run_of_name(log: Log) -> None:
 # ── claims ────────────────────────────────────────────────────────────────────
 
 
-async def test_claim_in_order(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "old", num_samples=2)
-    await submit(log, "image")
-    await submit(log, "urgent", priority=90)
-    first = await claim(log, node, 2)
+async def test_claim_in_order(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "old", num_samples=2)
+    await submit(places, "image")
+    await submit(places, "urgent", priority=90)
+    first = await claim(places, node, 2)
     assert [each.session_id for each in first] == ["urgent-0", "old-0"]
-    second = await log.claim(Offer(incarnation=node, room=1, images=("other",)))
+    second = await places.claim(Offer(incarnation=node, room=1, images=("other",)))
     assert [each.session_id for each in second] == ["old-1"], "what runs here goes before an older task"
 
 
-async def test_claim_prefers_prepared_images(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "a")
-    await submit(log, "b", runtime=make_spec().runtime.__class__(image="special"))
-    found = await log.claim(Offer(incarnation=node, room=1, images=("special",)))
+async def test_claim_prefers_prepared_images(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "a")
+    await submit(places, "b", runtime=make_spec().runtime.__class__(image="special"))
+    found = await places.claim(Offer(incarnation=node, room=1, images=("special",)))
     assert [each.task_id for each in found] == ["b"]
 
 
-async def test_claim_needs_labels(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "a", requires={"zone": "x", "model": "m"})
-    assert not await claim(log, node, labels={"zone": "x"})
-    assert await claim(log, node, labels={"zone": "x", "model": "m", "node": "n"})
+async def test_claim_needs_labels(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "a", requires={"zone": "x", "model": "m"})
+    assert not await claim(places, node, labels={"zone": "x"})
+    assert await claim(places, node, labels={"zone": "x", "model": "m", "node": "n"})
 
 
 async def test_submit_same_key_at_once(log: Log) -> None:
@@ -132,19 +147,19 @@ async def test_submit_same_key_at_once(log: Log) -> None:
     assert len(await claim(log, await join(log))) == 1
 
 
-async def test_capture_takes_place_by_name(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "t", num_samples=2, harness=HarnessSpec(name=CAPTURE))
-    assert not await claim(log, node), "its callers run its sessions"
-    taken = await log.take_place("t", 1, node)
+async def test_capture_takes_place_by_name(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "t", num_samples=2, harness=HarnessSpec(name=CAPTURE))
+    assert not await claim(places, node), "its callers run its sessions"
+    taken = await places.take_place("t", 1, node)
     assert taken is not None
     assert (taken.session_id, taken.sample_index, taken.attempt) == ("t-1", 1, 0)
-    assert await log.take_place("t", 1, node) is None, "it is taken"
-    assert await log.take_place("t", 2, node) is None
-    assert await log.take_place("u", 0, node) is None
-    assert await log.finish(taken, end(taken)) in FILLED
-    assert await log.cancel("t", NOW)
-    assert [each.session_id for each in await log.claim_endings(node, 10)] == ["t-0"]
+    assert await places.take_place("t", 1, node) is None, "it is taken"
+    assert await places.take_place("t", 2, node) is None
+    assert await places.take_place("u", 0, node) is None
+    assert await places.finish(taken, end(taken)) in FILLED
+    assert await places.cancel("t", NOW)
+    assert [each.session_id for each in await places.claim_endings(node, 10)] == ["t-0"]
 
 
 async def test_claim_twice_gives_nothing(shared: Log) -> None:
@@ -193,12 +208,12 @@ async def test_finish_after_lost_answer(log: Log) -> None:
     assert await keys(log) == ["trajectory:t-0", "group:t", "task:t"]
 
 
-async def test_finish_unknown_task(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "t")
-    (held,) = await claim(log, node)
+async def test_finish_unknown_task(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "t")
+    (held,) = await claim(places, node)
     stray = whole_session(make_trajectory("x", task_id="gone"), finished=NOW)
-    assert await log.finish(type(held)(**{**_fields(held), "task_id": "gone"}), stray) == "unknown"
+    assert await places.finish(type(held)(**{**_fields(held), "task_id": "gone"}), stray) == "unknown"
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -250,16 +265,16 @@ async def test_put_back_counts_retry(log: Log) -> None:
     assert lost.retried_as == again.session_id
 
 
-async def test_put_back_and_keep(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "t")
-    (held,) = await claim(log, node)
-    kept = await log.put_back(held, end(held, status="interrupted"), keep=True, counts=False)
+async def test_put_back_and_keep(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "t")
+    (held,) = await claim(places, node)
+    kept = await places.put_back(held, end(held, status="interrupted"), keep=True, counts=False)
     assert kept is not None
     assert (kept.attempt, kept.retries) == (1, 0)
-    assert [each.session_id for each in await log.claims(node)] == [kept.session_id]
-    assert await log.put_back(held) is None, "it was put back before"
-    assert await log.finish(kept, end(kept)) in FILLED
+    assert [each.session_id for each in await places.claims(node)] == [kept.session_id]
+    assert await places.put_back(held) is None, "it was put back before"
+    assert await places.finish(kept, end(kept)) in FILLED
 
 
 async def test_spent_retries_end_group(shared: Log) -> None:
@@ -304,20 +319,20 @@ async def test_late_finish_becomes_attempt(shared: Log) -> None:
 # ── cancels and early stops ───────────────────────────────────────────────────
 
 
-async def test_cancel_running_and_queued(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "t", num_samples=2)
-    (held,) = await claim(log, node, 1)
-    assert await log.cancel("t", NOW)
-    assert await log.to_stop(node) == {held.session_id: "cancelled"}
-    assert not await claim(log, node)
-    (queued,) = await log.claim_endings(node, 10)
+async def test_cancel_running_and_queued(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "t", num_samples=2)
+    (held,) = await claim(places, node, 1)
+    assert await places.cancel("t", NOW)
+    assert await places.to_stop(node) == {held.session_id: "cancelled"}
+    assert not await claim(places, node)
+    (queued,) = await places.claim_endings(node, 10)
     assert queued.ending == "cancelled"
     assert queued.session_id == "t-1"
     for each in (held, queued):
-        assert await log.finish(each, end(each, status="cancelled", reward=None)) in FILLED
-    assert not await log.cancel("t", NOW)
-    assert not await log.cancel("u", NOW)
+        assert await places.finish(each, end(each, status="cancelled", reward=None)) in FILLED
+    assert not await places.cancel("t", NOW)
+    assert not await places.cancel("u", NOW)
 
 
 async def test_cancelled_place_of_dead_node(shared: Log) -> None:
@@ -343,13 +358,13 @@ async def test_early_stop_across_nodes(shared: Log) -> None:
     assert await shared.to_stop(two) == {third.session_id: "early stop"}
 
 
-async def test_early_stop_ends_queued_places(log: Log) -> None:
-    node = await join(log)
-    await submit(log, "t", num_samples=2, group=GroupSpec(early_stop_min=1))
-    (first,) = await claim(log, node, 1)
-    await log.finish(first, end(first))
-    assert not await claim(log, node)
-    assert [each.ending for each in await log.claim_endings(node, 10)] == ["early stop"]
+async def test_early_stop_ends_queued_places(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "t", num_samples=2, group=GroupSpec(early_stop_min=1))
+    (first,) = await claim(places, node, 1)
+    await places.finish(first, end(first))
+    assert not await claim(places, node)
+    assert [each.ending for each in await places.claim_endings(node, 10)] == ["early stop"]
 
 
 # ── nodes ─────────────────────────────────────────────────────────────────────
