@@ -71,9 +71,9 @@ logger = logging.getLogger(__name__)
 KEPT_IMAGES: Final = 32  # of recent tasks: a node keeps about so many prepared workspaces
 KEPT_ENDED: Final = 10_000  # ended sessions that status still lists: about 1 kB each
 ENDINGS_AT_ONCE: Final = 64  # places that are ended without a run, between two looks at the rest
-# that a node takes no place of a fork that must begin at another one: that one looks each second for room
+# that a node takes no place of a fork that must begin at another one, which is told when it is given back
 AVOIDED_S: Final = 10.0
-LOOK_S: Final = 1.0  # between looks at the log where nothing wakes: a lost notification costs no more
+LOOK_S: Final = 5.0  # between looks at the log where nothing wakes: a lost notification costs no more
 
 
 @frozen(kw_only=True)
@@ -213,7 +213,7 @@ class Scheduler:
         ready.set()
         away = False
         while True:
-            seen = self.log.news
+            seen = self.log.place_news
             try:
                 if away:
                     await self.registry.results.tell_again()
@@ -274,16 +274,21 @@ class Scheduler:
         return not self.log.shared or (self.engines_ready() and not self.draining)
 
     async def _wait_reason_to_look(self, seen: int) -> None:
-        """Wait for news of the log, or for room here."""
-        async with trio.open_nursery() as nursery:
+        """Wait for more news of places than were seen, or for room here, or for LOOK_S."""
 
-            async def wait_room() -> None:
+        async def wait_places() -> None:
+            while True:
+                news = self.log.news
+                if self.log.place_news != seen:
+                    break
+                await self.log.wait_news(news, LOOK_S)
+            nursery.cancel_scope.cancel()
+
+        with trio.move_on_after(LOOK_S):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait_places)
                 await self._room.wait()
                 nursery.cancel_scope.cancel()
-
-            nursery.start_soon(wait_room)
-            await self.log.wait_news(seen, LOOK_S)
-            nursery.cancel_scope.cancel()
         if self._room.is_set():
             self._room = trio.Event()
 

@@ -97,12 +97,15 @@ async def hollow_nodes(folder: Path, count: int, **more: Any) -> AsyncIterator[l
 
 
 def hollow_task(
-    *, samples: int = 4, seconds: float = 1.0, kilobytes: float = 2.0, **more: Any
+    *, samples: int = 4, seconds: float = 1.0, kilobytes: float = 2.0, kills: bool = False, **more: Any
 ) -> dict[str, Any]:
-    """A task whose sessions take so many seconds and make so many kilobytes of events."""
+    """A task whose sessions take so many seconds and make so many kilobytes of events, or kill their node."""
     return {
         "instruction": "x",
-        "harness": {"name": "shell", "command": ["hollow", str(seconds), str(kilobytes)]},
+        "harness": {
+            "name": "shell",
+            "command": ["hollow", str(seconds), "kill" if kills else str(kilobytes)],
+        },
         "num_samples": samples,
         "evaluator": {"import_path": "session_kit:READS"},
         **more,

@@ -5,13 +5,14 @@ one process (Kubemark's idea). A fleet of many costs one machine little, and a k
 
 Prints a line of JSON for each node, {"node", "url", "journal"}, when all of them serve, and ends with its
 standard input, or at SIGTERM. The harness `shell` with the command `hollow SECONDS KILOBYTES` makes one model
-call of about so many kilobytes of events, in so many seconds.
+call of about so many kilobytes of events, in so many seconds; `hollow SECONDS kill` kills its node.
 """
 
 import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -102,9 +103,10 @@ def hollow(sessions: LiveSessions) -> fakes_runtime.Program:
         live = sessions.by_key(call.env["OPENAI_API_KEY"])
         assert live is not None
         words = call.argv if call.argv[0] == "hollow" else call.argv[-1].split()
-        seconds, kilobytes = float(words[1]), float(words[2])
-        await trio.sleep(seconds)
-        _record(live, max(1, int(kilobytes * 1000 / BYTES_A_TOKEN)))
+        await trio.sleep(float(words[1]))
+        if words[2] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        _record(live, max(1, int(float(words[2]) * 1000 / BYTES_A_TOKEN)))
         call.runtime.files["/work/answer"] = b"42"
         return 0
 

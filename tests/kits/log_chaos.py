@@ -158,11 +158,12 @@ class Node:
         while True:
             try:
                 incarnation = self.incarnation
-                if not log.run_now(membership.sign, incarnation, None) and incarnation == self.incarnation:
+                asked = time.monotonic()
+                beat = log.run_now(membership.beat, incarnation)
+                opened = log.opened
+                if not beat.signed and incarnation == self.incarnation:
                     self.lost = True
-                asked, opened = time.monotonic(), log.opened
-                signs = log.run_now(membership.signs)
-                for silent, sign in watch.read(signs, asked=asked, now=time.monotonic()):
+                for silent, sign in watch.read(beat.signs, asked=asked, now=time.monotonic()):
                     if log.opened == opened and silent != self.incarnation:
                         log.run_now(membership.expire, silent, sign)
                 log.run_now(places.put_back_lost)

@@ -18,9 +18,10 @@ from log_kit import EVERY_KIND, end
 from postgres_kit import Cluster, running_cluster
 
 from polarnode.core.cursors import Cursor
-from polarnode.journal.log.port import Claim, NodeFacts, Offer
+from polarnode.journal.log.port import Claim, LogStanding, NodeFacts, Offer
 from polarnode.journal.log.postgres import events, membership, places
 from polarnode.journal.log.postgres.connection import Connection
+from polarnode.journal.log.postgres.postgres import COUNTED_PLACES
 from polarnode.journal.queries import Recent
 from polarnode.journal.values import KEYS_ALONE, Filters
 
@@ -55,14 +56,18 @@ def run_load(*, seconds: float, nodes: int, rate: float) -> dict[str, float]:
         def node(mine: list[int]) -> None:
             """Some of the nodes, each with connections of its own."""
             logs = [(Connection(dsn, f"n{each}"), each) for each in mine]
+            beats = 0
             while not stopping.is_set():
                 began = time.monotonic()
                 for log, incarnation in logs:
-                    log.run_now(membership.sign, incarnation, None)
-                    log.run_now(membership.signs)
-                    log.run_now(places.put_back_lost)
-                    log.run_now(places.claim_endings, incarnation, 10)
-                    log.run_now(places.to_stop, incarnation)
+                    log.run_now(membership.beat, incarnation)
+                    beats += 1
+                    if beats % 5 == 0:  # LOOK_S, of the watcher and of the scheduler
+                        log.run_now(places.put_back_lost)
+                        log.run_now(places.count_open, COUNTED_PLACES)
+                        log.run_now(events.standing, 0.0, LogStanding(), weigh=False)
+                        log.run_now(places.claim_endings, incarnation, 10)
+                        log.run_now(places.to_stop, incarnation)
                 stopping.wait(max(0.0, 1 - (time.monotonic() - began)))
 
         def finisher(incarnation: int, wait: float) -> None:

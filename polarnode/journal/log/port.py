@@ -279,7 +279,13 @@ class Places(Protocol):
 
     @property
     def open_places(self) -> int:
-        """The places that are not over, as of at most a second ago."""
+        """The places that are not over, as of some seconds ago."""
+
+    @property
+    def place_news(self) -> int:
+        """Counts the news of queued places and of sessions to stop among those that `news` counts, so that
+        who claims does not ask the log about every event.
+        """
 
     async def submit(
         self,

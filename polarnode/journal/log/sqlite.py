@@ -80,6 +80,7 @@ class SqliteLog:
     _serving: Mapping[str, str] = field(factory=dict, init=False)
     _current: dict[str, str] = field(factory=dict, init=False)  # the version that counts, by adapter
     _held: set[str] = field(factory=set, init=False)  # versions whose files the node has
+    place_news: int = field(default=0, init=False)
     _weight_news: int = field(default=0, init=False)
     _added: dict[str, str] = field(factory=dict, init=False)  # the adapter of each version that was added
     _shared: set[str] = field(factory=set, init=False)  # versions in a storage that outlives it
@@ -102,6 +103,10 @@ class SqliteLog:
     @property
     def open_places(self) -> int:
         return self._places.open_places
+
+    def _tell_places(self) -> None:
+        self.place_news += 1
+        self._news.tell()
 
     async def reachable(self) -> str | None:
         await trio.lowlevel.checkpoint()
@@ -145,7 +150,7 @@ class SqliteLog:
             now=submitted,
             callback_kinds=callback_kinds,
         )
-        self._news.tell()
+        self._tell_places()
         await self.journal.commit(entry)
         return TaskRecord(
             task_id=task_id,
@@ -181,7 +186,7 @@ class SqliteLog:
     async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
         answer = self._places.finish(claim, usable=member_of(claim.spec.group, ended.facts).usable)
         if answer in FILLED:
-            self._news.tell()
+            self._tell_places()
             with self._noted_callbacks(claim):
                 await self.journal.commit(end_entry(ended))
             return answer
@@ -214,7 +219,7 @@ class SqliteLog:
             entry = Entry(2 * ROW_BYTES, apply)
         else:
             entry = attempt_entry(ended, fresh, begin)
-        self._news.tell()
+        self._tell_places()
         await self.journal.commit(entry)
         return kept
 
@@ -230,7 +235,7 @@ class SqliteLog:
     async def cancel(self, task_id: str, at: float) -> bool:
         found = self._places.cancel(task_id)
         if found:
-            self._news.tell()
+            self._tell_places()
             await self.journal.commit(entries.cancel_entry(task_id, now=at))
         return found
 

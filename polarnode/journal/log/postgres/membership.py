@@ -7,12 +7,13 @@ lease on its own monotonic clock (`watching.py`), and only if the sign is still 
 from collections.abc import Mapping
 from typing import Any, Final
 
+from attrs import frozen
 from psycopg.types.json import Jsonb
 
 from polarnode.core.conversation import Json
 from polarnode.journal.log.port import Joined, NodeFacts, NodeRow
 from polarnode.journal.log.postgres.connection import Database
-from polarnode.journal.log.postgres.places import claims
+from polarnode.journal.log.postgres.places import claims, put_back_lost
 
 # An incarnation and what earlier ones of its name held change hands in one statement: from then on the
 # fence of `finish_place` refuses an older process of this name that still runs.
@@ -49,23 +50,45 @@ def join(db: Database, facts: NodeFacts) -> Joined:
     return Joined(incarnation=row["incarnation"], inherited=claims(db, row["incarnation"]))
 
 
-def sign(
+# One statement a second and node: 64 nodes on one server are 64 of them, and each more is 64 more.
+BEAT: Final = """
+WITH signed AS (
+    UPDATE nodes SET sign = sign + 1, signed = clock_timestamp(), report = coalesce(%(report)s, report),
+        reading = coalesce(%(reading)s, reading)
+    WHERE incarnation = %(incarnation)s AND state = 'alive' RETURNING incarnation
+)
+SELECT incarnation, sign, EXISTS (SELECT 1 FROM signed) AS signed,
+    EXISTS (SELECT 1 FROM callbacks) AS callbacks_pending
+FROM nodes WHERE state = 'alive'"""
+
+
+@frozen(kw_only=True)
+class Beat:
+    """What a node is told when it gives its sign: whether it was taken, and the signs of all."""
+
+    signed: bool
+    signs: Mapping[int, int]
+    callbacks_pending: bool
+
+
+def beat(
     db: Database,
-    incarnation: int,
-    report: Mapping[str, Json] | None,
+    incarnation: int | None,
+    report: Mapping[str, Json] | None = None,
     reading: Mapping[str, int] | None = None,
-) -> bool:
-    """`reading`: how many streams consumers have open here, where that changed."""
-    found = db.execute(
-        "UPDATE nodes SET sign = sign + 1, signed = clock_timestamp(), report = coalesce(%s, report),"
-        " reading = coalesce(%s, reading) WHERE incarnation = %s AND state = 'alive'",
-        (
-            None if report is None else Jsonb(dict(report)),
-            None if reading is None else Jsonb(dict(reading)),
-            incarnation,
-        ),
+) -> Beat:
+    """Give a sign, if there is an incarnation, and read those of all."""
+    values = {
+        "incarnation": incarnation,
+        "report": None if report is None else Jsonb(dict(report)),
+        "reading": None if reading is None else Jsonb(dict(reading)),
+    }
+    rows = db.execute(BEAT, values).fetchall()
+    return Beat(
+        signed=bool(rows) and rows[0]["signed"],
+        signs={row["incarnation"]: row["sign"] for row in rows},
+        callbacks_pending=bool(rows) and rows[0]["callbacks_pending"],
     )
-    return found.rowcount > 0
 
 
 def signs(db: Database) -> dict[int, int]:
@@ -82,6 +105,7 @@ def expire(db: Database, incarnation: int, last: int) -> bool:
 
 def leave(db: Database, incarnation: int) -> None:
     db.execute("UPDATE nodes SET state = 'left' WHERE incarnation = %s AND state = 'alive'", (incarnation,))
+    put_back_lost(db)
 
 
 NODES: Final = """

@@ -9,7 +9,7 @@ what it still has.
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
@@ -68,7 +68,10 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SIGN_S: Final = 1.0  # between signs of life; and the longest that a change which nobody notified goes unseen
+SIGN_S: Final = 1.0  # between signs of life
+# Between looks at what nobody notifies, such as places that a node which died left to others, and the queue's
+# length: with 64 nodes some is looked at each 80 ms.
+LOOK_S: Final = 5.0
 LISTEN_S: Final = 0.25  # one wait for notifications: so long may a sign that is due be late, and closing take
 # open places that are counted: no node takes tasks beyond it, and counting takes some milliseconds
 COUNTED_PLACES: Final = 50_000
@@ -89,6 +92,7 @@ class PostgresLog:
     _retention: Retention = field(factory=Retention)
     _recent: Recent = field(factory=Recent)
     _news: News = field(factory=News)
+    place_news: int = field(default=0, init=False)
     weight_news: int = field(default=0, init=False)
     open_places: int = field(default=0, init=False)
     callbacks_pending: bool = field(default=False, init=False)
@@ -101,6 +105,8 @@ class PostgresLog:
     shared: ClassVar[bool] = True
     lost: bool = field(default=False, init=False)  # this incarnation was declared lost, or replaced
     _watch: SilenceWatch = field(factory=SilenceWatch, init=False)
+    _listening: Database | None = field(default=None, init=False)  # which told the server so
+    _looked: float = field(default=float("-inf"), init=False)  # when places were counted last
 
     async def _write(
         self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs
@@ -193,17 +199,20 @@ class PostgresLog:
         return joined
 
     async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
+        return (await self._sign(incarnation, report)).signed
+
+    async def _sign(self, incarnation: int | None, report: Mapping[str, Json] | None) -> membership.Beat:
         """A sign of life; with it the log learns who reads here."""
         attended, self._attended = self._attended, set()
         reading = dict(self._reading) if attended else None
         try:
-            alive = await self._watcher.run(membership.sign, incarnation, report, reading)
+            beat = await self._watcher.run(membership.beat, incarnation, report, reading)
             if attended:
                 await self._watcher.run(events.heard, tuple(attended), time.time())
         except LogAway:
             self._attended |= attended
             raise
-        return alive
+        return beat
 
     async def signs(self) -> Mapping[int, int]:
         return await self._watcher.run(membership.signs)
@@ -232,37 +241,52 @@ class PostgresLog:
                 if asked - signed >= SIGN_S:
                     signed = asked
                     await self._beat()
-                told = await self._watcher.run(_listen, LISTEN_S)
-                if "weights" in told or self._watcher.opened != opened:
-                    self.weight_news, opened = self.weight_news + 1, self._watcher.opened
-                if told:
-                    self._news.tell()
+                told = await self._watcher.run(self._listen, LISTEN_S)
+                if self._watcher.opened != opened:
+                    opened, told = self._watcher.opened, told | {"places", "weights"}
+                self._tell(told)
             except LogAway:
-                self._news.tell()  # who waits for news looks again, and learns that the log is away
+                self._tell({"away"})  # who waits for news looks again, and learns that the log is away
                 await trio.sleep(RETRY_S)
+
+    def _tell(self, told: Collection[str]) -> None:
+        """Wake who waits for news of these kinds."""
+        # a new version may let this node claim again
+        self.place_news += not {"places", "orders", "weights", "away"}.isdisjoint(told)
+        self.weight_news += "weights" in told
+        if told:
+            self._news.tell()
+
+    def _listen(self, db: Database, seconds: float) -> set[str]:
+        """Wait for notifications, and give what they are of."""
+        if db is not self._listening:
+            db.execute("LISTEN polarnode")
+            self._listening = db
+        return {each.payload for each in db.notifies(timeout=seconds, stop_after=1)}
 
     async def _beat(self) -> None:
         """One sign, and one look at the signs of others."""
-        incarnation = self.incarnation
-        if incarnation is not None and not await self.sign(incarnation) and incarnation == self.incarnation:
+        incarnation, asked, opened = self.incarnation, time.monotonic(), self._watcher.opened
+        beat = await self._sign(incarnation, None)
+        self.callbacks_pending, self._answered = beat.callbacks_pending, time.monotonic()
+        if incarnation is not None and not beat.signed and incarnation == self.incarnation:
             self.lost = True
-            self._news.tell()
-        asked, opened = time.monotonic(), self._watcher.opened
-        signs = await self.signs()
-        silent = self._watch.read(signs, asked=asked, now=time.monotonic())
-        for incarnation, sign in silent:
+            self._tell({"places"})
+        expired = False
+        for other, sign in self._watch.read(beat.signs, asked=asked, now=time.monotonic()):
             # through the connection that the signs were read with: another one may be to another server, on
             # which nobody could sign yet
             if self._watcher.opened != opened:
                 break
-            if incarnation != self.incarnation and await self.expire(incarnation, sign):
-                logger.warning(
-                    "node incarnation %d gave no sign of life for its lease: it is lost", incarnation
-                )
-        await self.put_back_lost()
-        self.open_places = await self._watcher.run(places.count_open, COUNTED_PLACES)
-        self.callbacks_pending = await self._watcher.run(callbacks.any_pending)
-        await self.look()
+            if other != incarnation and await self.expire(other, sign):
+                logger.warning("node incarnation %d gave no sign of life for its lease: it is lost", other)
+                expired = True
+        # who declares a node lost puts back its places at once; the others would, if it died in between
+        if expired or asked - self._looked >= LOOK_S:
+            await self.put_back_lost()
+            self.open_places = await self._watcher.run(places.count_open, COUNTED_PLACES)
+            await self.look()
+            self._looked = asked
 
     async def look(self) -> None:
         """Read how the log stands."""
@@ -271,7 +295,7 @@ class PostgresLog:
         found = await self._watcher.run(
             events.standing, now - self._retention.silence_s, self.standing, weigh=weigh
         )
-        self.standing, self._answered = found, time.monotonic()
+        self.standing = found
         if weigh:
             self._weighed = now
             self._attended |= set(self._reading)  # who reads for days is heard too
@@ -457,14 +481,6 @@ class PostgresLog:
 
     async def pending_evaluations(self, incarnation: int) -> tuple[EvaluationStatus, ...]:
         return await self._write(evaluations.pending_evaluations, incarnation)
-
-
-def _listen(db: Database, seconds: float) -> frozenset[str]:
-    """Wait for notifications, and give what they are of. LISTEN again costs nothing where it listens
-    already.
-    """
-    db.execute("LISTEN polarnode")
-    return frozenset(each.payload for each in db.notifies(timeout=seconds, stop_after=1))
 
 
 @asynccontextmanager
