@@ -40,6 +40,7 @@ from polarnode.http.server import (
 )
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Log
+from polarnode.journal.log.rules import with_standing
 from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import check_task, full_disk
 from polarnode.rollouts.captures import Captures
@@ -105,7 +106,7 @@ class Node:
         if self.scheduler.draining and not self.log.shared:  # others claim the places of a shared log
             raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAINING_S)
         check_task(
-            self.journal.statistics(),
+            with_standing(self.journal.statistics(), self.log.standing, now=self.journal.now()),
             pending=self.log.open_places,
             more=spec.num_samples,
             limit=self.config.pending_limit,
@@ -143,8 +144,8 @@ class Node:
             await find_snapshot(services, spec, fork, harness)
 
     async def _existing(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:
-        record = await self.journal.task_of_key(idempotency_key) if idempotency_key else None
-        record = record or (await self.journal.task(spec.task_id) if spec.task_id else None)
+        record = await self.log.task_of_key(idempotency_key) if idempotency_key else None
+        record = record or (await self.log.task(spec.task_id) if spec.task_id else None)
         if record is None:
             return None
         if record.damaged is not None:

@@ -52,7 +52,7 @@ async def test_a_fork_is_its_parents_task_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("session", "body", "status", "path", "words"),
     [
-        ("nobody", {"turn": 0}, 404, None, "no session 'nobody' is in this node's journal"),
+        ("nobody", {"turn": 0}, 404, None, "no session 'nobody' is in the log"),
         ("parent-1", {}, 400, "$.turn", "missing"),
         ("parent-1", {"turn": -1}, 400, "$.fork.turn", "must be 0 to"),
         ("parent-1", {"turn": 0, "num_samples": 0}, 400, "$.num_samples", "must be 1 to"),

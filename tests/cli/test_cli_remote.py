@@ -141,7 +141,7 @@ async def test_watching_an_unknown_task_says_so(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal") as plane:
         result = await invoke(plane, "watch", "--task", "gone")
     assert result.exit_code == 1
-    assert "no task 'gone' is in this node's journal" in result.output
+    assert "no task 'gone' is in the log" in result.output
 
 
 BROKEN = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'yaml'\n"

@@ -175,7 +175,7 @@ async def test_a_session_is_forked(tmp_path: Path) -> None:
     assert listed["created"] is True
     assert (late.exit_code, resumed.exit_code, unknown.exit_code) == (1, 1, 1)
     assert f"fork.turn is 1, and the turns of session '{parent}' are 0 to 0" in late.output
-    assert "no session 'nobody' is in this node's journal" in unknown.output
+    assert "no session 'nobody' is in the log" in unknown.output
 
 
 async def test_a_task_is_cancelled(tmp_path: Path) -> None:
