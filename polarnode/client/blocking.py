@@ -206,7 +206,7 @@ class PolarnodeClient:
     ) -> BlockingEvents[Event]:
         """Yield events in order: without end, or, with a `task_id` or follow=False, until there are no more.
 
-        * `after`: begin after this event's `id`, or a node's event number. Otherwise begin after the
+        * `after`: begin after this event's `id`, or its number. Otherwise begin after the
           position of `consumer`, or at the oldest event. "newest": a `consumer` that has a position goes on
           from it; any other reader begins after all events there are now.
         * `task_id`, `group_id`, `outcome`, `min_reward`: yield only events that match.
@@ -257,7 +257,7 @@ class PolarnodeClient:
         return self._http.iterate(self._api.groups(reading, skip, kept_bytes, self._http.run))
 
     def acknowledge(self, consumer: str, position: int | str) -> int | str:
-        """Move a consumer's position forward to an event's `id`, or a node's event number. Return the
+        """Move a consumer's position forward to an event's `id`, or its number. Return the
         position.
         """
         return self._run(self._api.acknowledge(consumer, position))
