@@ -239,9 +239,7 @@ def test_a_fork_and_its_parent_are_linked(node: str, watched: Watched) -> None:
 
 def test_an_unknown_session_is_answered_in_words(node: str, watched: Watched) -> None:
     watched.page.goto(f"{node}/ui/#/s/nothing")
-    expect(watched.page.get_by_role("alert")).to_contain_text(
-        "no session 'nothing' is in the log"
-    )
+    expect(watched.page.get_by_role("alert")).to_contain_text("no session 'nothing' is in the log")
 
 
 @pytest.mark.parametrize("tab", ["overview", "conversation", "tokens", "compare"])
