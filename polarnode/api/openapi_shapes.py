@@ -170,12 +170,15 @@ class LogStatus:
 
 @frozen(kw_only=True)
 class NodeStatus:
-    """A node of a shared log. `serving`: its version of the weights by adapter, where "" is the base."""
+    """A node of a shared log. `serving`: its version of the weights by adapter, where "" is the base.
+    `draining`: it takes no new places.
+    """
 
     name: str
     url: str
     state: NodeState
     running: int
+    draining: bool
     labels: Mapping[str, str]
     serving: Mapping[str, str]
     version: str

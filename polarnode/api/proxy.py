@@ -433,7 +433,7 @@ class DrainRoutes:
     """The handler of drains: a node takes no new places until that is taken back. `drain` is this node's."""
 
     others: OtherNodes
-    drain: Callable[[bool], None]
+    drain: Callable[[bool], Awaitable[None]]
 
     def rows(self) -> Iterator[RouteRow]:
         yield ("POST", DRAIN, self.change)
@@ -445,7 +445,7 @@ class DrainRoutes:
         node, draining = order.node, order.draining
         try:
             if self.others.is_for_us() or node in (None, self.others.name):
-                self.drain(draining)
+                await self.drain(draining)
                 return json_response(plain(DrainAnswer(name=self.others.name, draining=draining)))
             rows = await self.others.log.nodes()
             row = next((each for each in rows if node in (each.facts.name, each.facts.url)), None)

@@ -318,6 +318,7 @@ def _node_json(node: NodeRow) -> Json:
         "url": urlunsplit((found.scheme, host, found.path, "", "")),
         "state": node.state,
         "running": node.running,
+        "draining": bool(node.report.get("draining")),
         "labels": dict(node.facts.labels),
         "serving": dict(node.serving),
         "version": node.facts.version,

@@ -224,8 +224,8 @@ def _of_node(session: str, node: RemoteNode) -> dict[str, Any]:
     client = node.client()
     value, live, log = client.session(session), None, None
     if value["trajectory"] is None:
-        sessions = client.status().get("sessions", [])
-        live = next((each for each in sessions if each["session_id"] == session), None)
+        every = (each for changes in client.live_sessions(follow=False) for each in changes.sessions)
+        live = next((codec.plain(each) for each in every if each.session_id == session), None)
     try:
         log = client.log(session, tail=LOG_LINES).text
     except ClientError as error:

@@ -25,7 +25,6 @@ from polarnode.client.blocking import PolarnodeClient
 from polarnode.client.values import Event, Unreachable
 from polarnode.core import codec
 from polarnode.core.conversation import Json
-from polarnode.core.status import LiveSessionStatus
 
 WARNINGS = ("gap", "unreadable")
 PATIENCE_S = 600.0  # for a node that restarts
@@ -191,12 +190,9 @@ def _watch_live(
 def _now(client: PolarnodeClient, task_id: str | None) -> RenderableType:
     """The sessions that run, or why nothing is known of them."""
     try:
-        found = client.status()
+        sessions = [each for changes in client.live_sessions(follow=False) for each in changes.sessions]
     except Unreachable as error:
         return Text(f"{error}", style="yellow")
-    if "sessions" not in found:
-        return Text(f"{found['scheduler']['live']} sessions run in the fleet", style="dim")
-    sessions = [codec.structure(each, LiveSessionStatus) for each in found["sessions"]]
     shown = [each for each in sessions if task_id in (None, each.task_id)]
     if not shown:
         return Text("no session runs; waiting for one to end", style="dim")

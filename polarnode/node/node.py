@@ -165,9 +165,10 @@ class Node:
         """End a task's sessions; they keep their turns. When this returns, no restart retries one."""
         return await self.scheduler.cancel(task_id)
 
-    def drain(self, draining: bool) -> None:
-        """Take no new tasks until this is taken back."""
+    async def drain(self, draining: bool) -> None:
+        """Take no new tasks until this is taken back, and let the other nodes of the log know."""
         self.scheduler.draining = draining
+        await self.log.sign(self.scheduler.incarnation, {"draining": draining})
 
     @property
     def node_id(self) -> str:

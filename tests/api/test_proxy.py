@@ -162,6 +162,8 @@ async def test_live_stream_logs_and_drain(tmp_path: Path, cluster: Cluster) -> N
         assert drained.json() == {"name": "b", "draining": True}
         assert two.nodes["b"].scheduler.draining
         assert not two.nodes["a"].scheduler.draining
+        nodes = (await two.a.get("/v1/status")).json()["nodes"]
+        assert [(each["name"], each["draining"]) for each in nodes] == [("a", False), ("b", True)]
         assert (await two.a.post("/v1/fleet/drain", {"draining": True})).json()["name"] == "a"
         unknown = await two.a.post("/v1/fleet/drain", {"node": "c", "draining": True})
         assert (unknown.status, error(unknown)) == (

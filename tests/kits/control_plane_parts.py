@@ -170,7 +170,7 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
             *ScoreRoutes(scoring=Scoring()).rows(),
             *log_routes(TaskTaker(journal=journal), Path()),
             *LiveSessionRoutes(TaskTaker(journal=journal), nobody).rows(),
-            *DrainRoutes(nobody, lambda _: None).rows(),
+            *DrainRoutes(nobody, nobody).rows(),
             *History(figures=TaskTaker(journal=journal).figures, now=lambda: 1.0).rows(),
         )
     )

@@ -46,6 +46,7 @@ class HollowEngine(ScriptedEngine, UnboundedPlaces):
 
     ports: tuple[int, ...] = ()
     routes: bool = False
+    is_own: bool = False  # it has no checkpoint to load
     restarts: tuple[int, ...] = (0,)
     ranks: int = 1
     adapters: Adapters = field(factory=Adapters)

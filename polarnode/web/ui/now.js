@@ -1,4 +1,4 @@
-/** The view of what a node, or a fleet, does now. */
+/** The view of what a node does now, and of the nodes that share its log. */
 import { html } from "./vendor/htm-preact.js";
 import { Action } from "./action.js";
 import { bytes, count, duration, trimmed } from "./format.js";
@@ -12,9 +12,9 @@ export function Now() {
   const answer = useFresh("/v1/status");
   const status = answer.value;
   if (status === null) return html`<${Waiting} answer=${answer} what="Asking the node" />`;
-  if (status.nodes) return html`<${Fleet} status=${status} />`;
   return html`
     <${Warnings} status=${status} />
+    ${status.nodes ? html`<${Fleet} nodes=${status.nodes} />` : null}
     <div class="columns">
       <${Panel} title="Stages" note=${`${count(status.scheduler.live)} sessions are live, ${count(status.scheduler.ended)} ended`}>
         <div class="stages">
@@ -124,21 +124,20 @@ function Delivery({ status }) {
   ]} />`;
 }
 
-/** @param {{status: any}} props */
-function Fleet({ status }) {
-  return html`<${Panel} title="Nodes" note=${`${count(status.scheduler.live)} sessions are live in ${count(status.scheduler.slots)} slots`}>
+/** @param {{nodes: any[]}} props */
+function Fleet({ nodes }) {
+  const running = nodes.reduce((sum, node) => sum + node.running, 0);
+  return html`<${Panel} title="Nodes" note=${`${count(running)} sessions run on ${count(nodes.length)} nodes`}>
     <${Table}
-      rows=${status.nodes}
-      keyOf=${(/** @type {any} */ node) => node.url}
+      rows=${nodes}
+      keyOf=${(/** @type {any} */ node) => node.name}
       empty="No node is known."
       columns=${[
-        { head: "node", cell: (/** @type {any} */ node) => node.name || node.url },
-        { head: "state", cell: (/** @type {any} */ node) => html`<${State} word=${node.state} />` },
-        { head: "live", number: true, cell: (/** @type {any} */ node) => count(node.report.load?.live) },
-        { head: "slots", number: true, cell: (/** @type {any} */ node) => count(node.report.load?.slots) },
-        { head: "version", cell: (/** @type {any} */ node) => node.report.version ?? "–" },
-        { head: "for", number: true, cell: (/** @type {any} */ node) => duration(node.seconds) },
-        { head: "problem", cell: (/** @type {any} */ node) => node.problem ?? "" },
+        { head: "node", cell: (/** @type {any} */ node) => node.name },
+        { head: "state", cell: (/** @type {any} */ node) => html`<${State} word=${node.draining ? "draining" : node.state} />` },
+        { head: "running", number: true, cell: (/** @type {any} */ node) => count(node.running) },
+        { head: "weights", cell: (/** @type {any} */ node) => node.serving[""] ?? "–" },
+        { head: "release", cell: (/** @type {any} */ node) => node.version || "–" },
       ]}
     />
   <//>`;
