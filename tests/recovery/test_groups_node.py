@@ -90,7 +90,15 @@ def test_a_session_says_how_far_behind_it_was_and_is_used_or_not(place: Place, t
             turns=1,
         )
         slow, fresh = group_of(node, "slow"), group_of(node, "fresh")
-        metrics, captured = node.client.metrics(), node.client.trajectory(capture.session_id)
+        captured = node.client.trajectory(capture.session_id)
+        lines = (
+            'polarnode_groups_total{state="dropped"} 2.0',
+            'polarnode_stale_sessions_total{action="drop"} 2.0',
+        )
+        until(
+            lambda: all(line in node.client.metrics() for line in lines),
+            "what readers have is counted",
+        )
     assert [(member.staleness, member.stale, member.usable) for member in slow.members] == [
         (2, True, False)
     ] * 2
@@ -108,8 +116,3 @@ def test_a_session_says_how_far_behind_it_was_and_is_used_or_not(place: Place, t
         "dropped",
         "uniform reward: 2 of 2 sessions are usable, each with 1",
     )
-    for line in (
-        'polarnode_groups_total{state="dropped"} 2.0',
-        'polarnode_stale_sessions_total{action="drop"} 2.0',
-    ):
-        assert line in metrics
