@@ -21,7 +21,7 @@ from polarnode.containers.pool import Demand
 from polarnode.core.errors import Refused
 from polarnode.core.labels import every_label
 from polarnode.core.status import LiveSessionStatus
-from polarnode.core.task import HarnessSpec, TaskSpec
+from polarnode.core.task import CAPTURE, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.groups.fork_policy import fork_place
@@ -478,7 +478,7 @@ class Scheduler:
             return
         policy = claim.spec.group
         self.services.tally.place(member_of(policy, ended.facts))
-        if answer == "last":
+        if answer == "last" and claim.spec.harness.name != CAPTURE:  # whose groups nobody asked for
             facts = await self.log.places_over(claim.task_id)
             group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
             self.services.tally.groups[group.state] += 1
