@@ -448,7 +448,7 @@ class DrainRoutes:
                 await self.drain(draining)
                 return json_response(plain(DrainAnswer(name=self.others.name, draining=draining)))
             rows = await self.others.log.nodes()
-            row = next((each for each in rows if node in (each.facts.name, each.facts.url)), None)
+            row = next((each for each in rows if node and node in (each.facts.name, each.facts.url)), None)
             if row is None:
                 names = ", ".join(each.facts.name for each in rows)
                 raise NotFound(f"no node that is alive is called {node!r}: there are {names or 'none'}")
