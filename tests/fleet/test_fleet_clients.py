@@ -1,5 +1,5 @@
-"""The contract of test_client_contract.py in short, on a fleet's front: every kind of client has of it what it has
-of a node. Positions are opaque here, so no event is counted by its number.
+"""The contract of test_client_contract.py in short, at one of two nodes that share a log: every kind of client has of
+it what it has of a node alone. Positions are opaque here, so no event is counted by its number.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ SAMPLES = 2
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The front of two hollow nodes, for every test of this file."""
+    """One of two hollow nodes on one log, for every test of this file."""
     folder = tmp_path_factory.mktemp("fleet")
     with here() as thread:
         url = fleet_here(thread, folder, nodes=2, token=TOKEN)

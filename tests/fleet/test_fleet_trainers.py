@@ -1,4 +1,4 @@
-"""Trainers' plug-ins at a fleet's URL, unchanged: rollouts of every plug-in, TRL's two ways, and NeMo Gym's agent
+"""Trainers' plug-ins at the URL of any node of a log, unchanged: rollouts of every plug-in, TRL's two ways, and NeMo Gym's agent
 server as a program. With real engines: tests/live/test_grpo_fleet_live.py.
 """
 
@@ -43,7 +43,7 @@ import_path = "session_kit:READS"
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The front of two hollow nodes, for every test of this file."""
+    """One of two hollow nodes on one log, for every test of this file."""
     with here() as thread:
         yield fleet_here(thread, tmp_path_factory.mktemp("fleet"), nodes=2, token=TOKEN)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import trio
 from attrs import define, field
+from postgres_kit import running_cluster
 
 KIT = Path(__file__).parent
 
@@ -94,6 +95,16 @@ async def hollow_nodes(folder: Path, count: int, **more: Any) -> AsyncIterator[l
                     with suppress(ProcessLookupError):
                         node.go_on()
                 await node.kill()
+
+
+def fleet_here(thread: Any, folder: Path, *, nodes: int, token: str | None = None) -> str:
+    """The address of the first of so many hollow nodes that share a PostgreSQL, for as long as a thread of
+    `client_kit.here` is open.
+    """
+    cluster = thread.stack.enter_context(running_cluster())
+    settings = {"log": cluster.database()}
+    processes = thread.open(hollow_nodes(folder, nodes, token=token, settings=settings))
+    return str(processes[0].url)
 
 
 def hollow_task(

@@ -1,0 +1,219 @@
+"""What nodes of one log do for each other: groups and trees that run at several, callbacks and evaluations of a node
+that is lost.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import session_kit as kit
+import trio
+from attrs import evolve
+from callback_kit import open_receiver
+from fleet_kit import hollow_nodes, hollow_task
+from log_kit import claim, die, end, join, keys, open_postgres, submit
+from postgres_kit import Cluster, running_cluster
+
+from polarnode.api import callbacks
+from polarnode.api.callbacks import open_callbacks
+from polarnode.client import AsyncPolarnodeClient
+from polarnode.core.task import EvaluationSpec, ForkSpec
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import Log
+from polarnode.rollouts import evaluations as module
+from polarnode.rollouts import scheduler as scheduling
+from polarnode.rollouts.evaluations import Evaluations
+from polarnode.rollouts.fork_nodes import ForkElsewhere, ForkNodes
+from polarnode.support.concurrency import open_background
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def dsn(cluster: Cluster) -> str:
+    return cluster.database()
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    with trio.fail_after(60):
+        while not await holds():  # noqa: ASYNC110 - what another node does has no event here
+            await trio.sleep(0.05)
+
+
+# ── callbacks ─────────────────────────────────────────────────────────────────
+
+
+async def test_another_node_sends_after_the_lease(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender hangs in its POST and is gone; the next node sends each event once, in the task's order."""
+    monkeypatch.setattr(callbacks, "LEASE_S", 0.5)
+    monkeypatch.setattr(callbacks, "SETTLE_S", 0.0)
+    async with open_postgres(dsn) as first, open_postgres(dsn) as second, open_receiver() as receiver:
+        node = await join(first, "a")
+        await submit(first, "t", callback_url=receiver.url)
+        (held,) = await claim(first, node)
+        await first.finish(held, end(held))
+        receiver.manner = "hang"
+        async with open_callbacks(first):
+            await receiver.until_asked(1)
+        receiver.manner = "take"
+        async with open_callbacks(second) as sender:
+            await receiver.until(3)
+            await until(lambda: _none_pending(second))
+        assert receiver.keys == ["trajectory:t-0", "group:t", "task:t"]
+        assert {head["idempotency-key"] for head in receiver.heads} == set(receiver.keys)
+        assert sender.statistics().taken == 3
+
+
+async def _none_pending(log: Log) -> bool:
+    return not (await log.callback_counts()).pending
+
+
+async def test_two_nodes_send_each_event_once(dsn: str) -> None:
+    async with open_postgres(dsn) as first, open_postgres(dsn) as second, open_receiver() as receiver:
+        node = await join(first, "a")
+        async with open_callbacks(first), open_callbacks(second):
+            for number in range(10):
+                await submit(first, f"t{number}", callback_url=receiver.url)
+                (held,) = await claim(first, node)
+                await first.finish(held, end(held))
+            await receiver.until(30)
+            await until(lambda: _none_pending(first))
+        assert set(receiver.counts.values()) == {1}
+        for number in range(10):
+            own = [key for key in receiver.keys if key.split(":")[1].split("-")[0] == f"t{number}"]
+            assert own == [f"trajectory:t{number}-0", f"group:t{number}", f"task:t{number}"]
+
+
+# ── evaluations ───────────────────────────────────────────────────────────────
+
+
+async def test_evaluation_of_a_lost_node_is_finished(
+    dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TAKE_S", 0.05)
+    async with (
+        open_postgres(dsn) as first,
+        open_postgres(dsn) as second,
+        open_journal(tmp_path / "journal.sqlite", now=lambda: 9.0) as journal,
+        kit.town(tmp_path, {}) as town,
+    ):
+        lost, alive = await join(first, "a"), await join(second, "b")
+        await submit(first, "t", evaluator=kit.task(evaluator="WHOLE").evaluator)
+        (held,) = await claim(first, lost)
+        await first.finish(held, end(held))
+        evaluations = Evaluations(
+            services=town.scheduler.services,
+            journal=journal,
+            log=second,
+            incarnation=lambda: alive,
+            workers=1,
+        )
+        async with open_background(evaluations.run):
+            spec = EvaluationSpec(sessions=("t-0",))
+            await first.submit_evaluation(
+                spec, {"t-0": None}, evaluation_id="e", idempotency_key=None, incarnation=lost, now=1.0
+            )
+            await die(second, lost)
+
+            async def finished() -> bool:
+                found = await first.evaluation("e")
+                return found is not None and found.finished
+
+            await until(finished)
+        assert [key for key in await keys(second) if key.startswith("reward")] == ["reward:t-0:1"]
+        found = await second.evaluation("e")
+        assert found is not None
+        assert found.sessions[0].state == "evaluated", found.sessions
+
+
+# ── groups and forks ──────────────────────────────────────────────────────────
+
+
+async def test_early_stop_holds_at_both_nodes(dsn: str, tmp_path: Path) -> None:
+    """The first session that is usable is enough: those that run or wait at both nodes are ended."""
+    settings = {"log": dsn, "run_limit": 1, "ready_limit": 1}
+    async with hollow_nodes(tmp_path, 2, token="secret", settings=settings) as nodes:
+        async with AsyncPolarnodeClient(nodes[1].url, token="secret") as client:
+            task = hollow_task(samples=8, seconds=3.0, group={"early_stop_min": 1})
+            taken = await client.submit(task)
+            with trio.fail_after(60):
+                group = await anext(aiter(client.groups()))
+        assert [member.session_id for member in group.members] == list(taken.session_ids)
+        stopped = [each for each in group.trajectories if each.outcome.status == "cancelled"]
+        assert len(stopped) >= 4
+        assert all("early stop" in str(each.outcome.reason) for each in stopped)
+        assert len({each.node for each in group.trajectories}) == 2, "it ran at both"
+
+
+@asynccontextmanager
+async def parents(log: Log, node: str, folder: Path) -> AsyncIterator[tuple[ForkNodes, Journal]]:
+    async with open_journal(folder / f"{node}.sqlite", now=lambda: 9.0) as journal:
+        yield ForkNodes(log=log, journal=journal, node=node, snapshots=folder / node), journal
+
+
+async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
+    async with (
+        open_postgres(dsn, watch=False) as first,
+        open_postgres(dsn, watch=False) as second,
+        parents(second, "b", tmp_path) as (here, _),
+    ):
+        root_node = await join(first, "a")
+        await join(second, "b")
+        await submit(first, "t")
+        (held,) = await claim(first, root_node)
+        replay, resume = (
+            ForkSpec(session=held.session_id, turn=1, by=by)
+            for by in cast(tuple[Any, ...], ("replay", "resume"))
+        )
+        assert await here.home(replay) == "a", "its turns are not in the log yet"
+        with pytest.raises(ForkElsewhere, match="node a, which has session t-0"):
+            await here.insist_here(replay)
+        await first.finish(held, end(held, turns=3))
+        await here.insist_here(replay)
+        found = await here.parent(replay)
+        assert found is not None
+        assert (len(found.turns), found.count) == (1, 3)
+        assert await here.home(resume) == "a", "its snapshots are on the disk of its node"
+        await first.leave(root_node)
+        assert await here.home(resume) is None, "nobody has it any more: the fork says so itself"
+
+
+async def test_fork_that_belongs_elsewhere_is_given_back(
+    dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs no retry, and this node leaves its place to the other one for a while."""
+    monkeypatch.setattr(scheduling, "AVOIDED_S", 600.0)
+    async with (
+        open_postgres(dsn) as log,
+        open_journal(tmp_path / "journal.sqlite", now=lambda: 9.0) as journal,
+        kit.town(tmp_path, {}) as town,
+    ):
+        asked = list[str]()
+
+        async def elsewhere(fork: ForkSpec) -> None:
+            asked.append(fork.session)
+            await trio.lowlevel.checkpoint()
+            raise ForkElsewhere("it begins at node a, which has session root")
+
+        services = evolve(town.scheduler.services, journal=journal, insist_here=elsewhere)
+        async with kit.scheduling(log, services, town) as scheduler:
+            await scheduler.join(town.scheduler.facts)
+            other = await join(log, "a")
+            spec = evolve(kit.task(), fork=ForkSpec(session="root", turn=0))
+            await log.submit(spec, task_id="f", session_ids=("f-0",), submitted=1.0)
+
+            async def given_back() -> bool:
+                return "attempt:f-0" in await keys(log)
+
+            await until(given_back)
+            assert not await log.claim(scheduler._offer(10)), "it takes it no more"
+            (theirs,) = await claim(log, other)
+            assert (theirs.task_id, theirs.attempt, theirs.retries) == ("f", 1, 0)
+            assert asked == ["root"]
+            await log.finish(theirs, end(theirs))
