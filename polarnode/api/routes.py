@@ -502,7 +502,7 @@ class WeightsRoutes:
         return _reported(await self.weights.update(order))
 
     async def show(self) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         history: list[Json] = [_served_json(each) for each in await self.weights.history()]
         return json_response({**plain(self.weights.status()), "history": history})
 
@@ -515,11 +515,11 @@ class WeightsRoutes:
         return json_response(plain(await self.weights.add(update_id, await self._bucket(update_id))))
 
     async def commit(self, update_id: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         return _reported(await self.weights.commit(update_id))
 
     async def give_up(self, update_id: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         await self.weights.give_up(update_id)
         return json_response(plain(self.weights.status()))
 
@@ -543,7 +543,7 @@ class WeightsRoutes:
         )
 
     async def leave(self, name: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         if not await self.control.leave(name):
             raise NotFound(f"no group {name!r} is joined")
         return json_response({"name": name})
@@ -554,7 +554,7 @@ class WeightsRoutes:
         return json_response(plain(await self.weights.pause(await _body(PauseOrder, optional=True))))
 
     async def resume(self) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         return json_response(plain(await self.weights.resume()))
 
     async def release(self) -> Response:
@@ -584,16 +584,16 @@ class AdapterRoutes:
 
     async def receive(self, name: str, version: str) -> Response:
         """The same for a safetensors file as the body, which goes to the disk as it comes."""
-        read_query(request.args)
+        read_query(request.args, "model")
         return _reported(await self.store.receive(name, version, request.body, request.content_length or 0))
 
     async def show(self) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         await trio.lowlevel.checkpoint()
         return json_response(plain(self.store.status()))
 
     async def delete(self, name: str) -> Response:
-        read_query(request.args)
+        read_query(request.args, "model")
         state = await self.store.delete(name)
         if state is None:
             raise NotFound(f"there is no adapter {name!r}: look at GET /v1/adapters")
@@ -611,6 +611,6 @@ def _served_json(served: Served) -> dict[str, Json]:
 
 async def _body(shape: type[T], *, optional: bool = False) -> T:
     """Read the body as `shape`. With `optional` a missing body counts as an empty object."""
-    read_query(request.args)
+    read_query(request.args, "model")
     body = await (body_json_or({}) if optional else body_json())
     return structure(body, shape, forbid_extra=True)

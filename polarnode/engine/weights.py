@@ -480,9 +480,14 @@ class Weights:
         return await self.log.serve_weights(version, model=self.name, holders=holders)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
-        """The nodes of the log that are alive and serve this node's model, in one order."""
-        found = await self.log.nodes()
-        return tuple(each for each in found if each.facts.labels.get("model", "") == self.name)
+        """The nodes of the log that are alive and serve this node's model, in one order. One without an
+        engine serves none.
+        """
+        return tuple(
+            each
+            for each in await self.log.nodes()
+            if each.facts.labels.get("model", "") == self.name and "" in each.serving
+        )
 
     async def lacking(self, version: str, adapter: str = "") -> tuple[str, ...]:
         """The names of the other nodes that do not serve a version, if it is the current one or is to be."""
@@ -530,6 +535,8 @@ class Weights:
         """What this node serves, by adapter; "" is the base, and an adapter without a version one that it
         cannot serve.
         """
+        if not self.engines.restarts:
+            return {}
         adapters = {each.name: each.version for each in self.engines.adapters.status()}
         return {**dict.fromkeys(self.unable, ""), **adapters, "": self.engines.versions[-1]}
 

@@ -21,6 +21,7 @@ from polarnode.api.routes import (
 )
 from polarnode.api.timeseries import History
 from polarnode.api.weight_files import WeightFiles
+from polarnode.api.weight_nodes import ModelNodes, WeightNodeRoutes
 from polarnode.http.asgi import BrowserGuard, RouteRow
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
@@ -47,7 +48,8 @@ async def serve_control_plane(node: Node, listener: socket | None = None) -> Asy
 @asynccontextmanager
 async def _served(node: Node, others: OtherNodes, listener: socket | None) -> AsyncIterator[Address]:
     config, history = node.config, History(figures=node.figures, now=time.time)
-    rows = PassingRoutes(others).rows(_rows(node, others, history))
+    of_nodes = WeightNodeRoutes(ModelNodes(others=others, weights=node.weights))
+    rows = PassingRoutes(others).rows(of_nodes.rows(_rows(node, others, history)))
     by_token = config.token is not None
     guard = BrowserGuard(bound=config.host.lower(), allowed=config.allowed_hosts, any_host=by_token)
     sglang = sglang_extension(

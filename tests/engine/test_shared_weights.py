@@ -1,5 +1,7 @@
 """Weights and adapters of nodes that share a log: simulated engines and real control planes on one PostgreSQL."""
 
+import pickle
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -11,17 +13,21 @@ import pytest
 import trio
 from adapters_kit import write_adapter
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
 from journal_samples import make_trajectory
-from log_kit import claim, die, submit
+from log_kit import claim, submit
 from postgres_kit import Cluster, running_cluster
 from safetensors.numpy import load_file, save
 from trainers_kit import make_turn
 from weights_kit import MODEL, Plane, disk, open_weights_plane, simulated_tiny
 
+from polarnode.api.weight_nodes import payloads_of, rank_offsets
 from polarnode.engine import weights as weights_module
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import Served, in_order
 from polarnode.groups.group import updates_behind
+from polarnode.journal.log.port import Log
 from polarnode.node.config import TINY_MODEL
 
 LABELS = {"model": MODEL}
@@ -50,7 +56,10 @@ def node(folder: Path, name: str, dsn: str, **more: Any) -> Any:
 async def nodes(folder: Path, dsn: str, *names: str, **more: Any) -> AsyncIterator[list[Plane]]:
     with trio.fail_after(120):
         async with AsyncExitStack() as stack:
-            yield [await stack.enter_async_context(node(folder, name, dsn, **more)) for name in names]
+            planes = [await stack.enter_async_context(node(folder, name, dsn, **more)) for name in names]
+            for plane in planes:  # a node is there once it has said what it serves
+                await plane.following.look()
+            yield planes
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -139,13 +148,18 @@ async def test_uploader_dies_between_rows(
         assert "b had no copy" in short.json()["error"]["message"]
         await submit(first.log, "t")
         assert not await claim(first.log, first.incarnation, labels=LABELS, serving=first.weights.serving())
-        await die(second.log, first.incarnation)
+        await until(lambda: _expired(second.log, first.incarnation))  # it signs meanwhile
+        await second.log.put_back_lost()
         rows = await second.log.weights(model=MODEL)
         assert [(each.version, each.current) for each in rows] == [("2", False), ("1", True)]
         assert await claim(second.log, second.incarnation, labels=LABELS, serving=second.weights.serving())
         again = await second.node.post("/v1/weights", new("2", own))
         assert again.status == 201, again.text
         assert [each.current for each in await second.log.weights(model=MODEL)] == [True, False]
+
+
+async def _expired(log: Log, incarnation: int) -> bool:
+    return await log.expire(incarnation, (await log.signs())[incarnation])
 
 
 async def test_node_down_and_back(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
@@ -257,3 +271,96 @@ async def _adapters(plane: Plane) -> dict[str, str]:
 
 async def _has_adapters(plane: Plane, adapters: dict[str, str]) -> bool:
     return await _adapters(plane) == adapters
+
+
+# ── what has no files ─────────────────────────────────────────────────────────
+
+
+GOOD, BAD = (b64encode(data).decode() for data in (pickle.dumps([]), b"this is no pickle"))
+
+
+def tensors(version: str, *payloads: str) -> dict[str, Any]:
+    return {"version": version, "source": {"kind": "tensor", "buckets": [{"payloads": list(payloads)}]}}
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 8), min_size=1, max_size=64))
+def test_ranks_each_of_one_node(first: int, ranks: list[int]) -> None:
+    offsets = rank_offsets(first, ranks)
+    every = [at + rank for at, each in zip(offsets, ranks, strict=True) for rank in range(each)]
+    assert every == list(range(first, first + sum(ranks)))
+    handles = [str(each) for each in range(sum(ranks))]
+    assert [each for part in payloads_of(handles, ranks) for each in part] == handles
+    assert payloads_of(["one"] * (sum(ranks) + 1), ranks) == [["one"] * (sum(ranks) + 1)] * len(ranks)
+
+
+async def test_handles_reach_all(tmp_path: Path, dsn: str) -> None:
+    """Each node gets the payloads of its GPUs; who refuses them is stale, and named."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        assert (await first.told())["ranks"] == 2
+        answer = await second.node.post("/v1/weights", tensors("1", GOOD, GOOD))
+        assert (answer.status, answer.json()["stale"]) == (201, []), answer.text
+        assert [each["index"] for each in answer.json()["hosts"]] == [0, 1]
+        assert [each.engines.versions[-1] for each in (first, second)] == ["1", "1"]
+        answer = await first.node.post("/v1/weights", tensors("2", GOOD, BAD))
+        assert (answer.status, answer.json()["stale"]) == (201, ["b"]), answer.text
+        assert [each.engines.versions[-1] for each in (first, second)] == ["2", "1"]
+        await until(lambda: _is_stale(second, "b"))
+        await until(lambda: _warns(second, "no disk has them"))
+        assert (await first.node.post("/v1/weights", tensors("3", BAD, BAD))).status == 400
+        assert (await second.node.post("/v1/weights", new("4"))).status == 201
+        assert [each.engines.versions[-1] for each in (first, second)] == ["4", "4"]
+
+
+async def test_buckets_are_one_update(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as planes:
+        trainer = planes[1].node
+        source: dict[str, Any] = {"kind": "tensor", "buckets": []}
+        for version, payload in (("7", GOOD), ("8", BAD)):
+            begun = await trainer.post("/v1/weights/updates", {"version": version, "source": source})
+            assert begun.status == 201, begun.text
+            path = f"/v1/weights/updates/{begun.json()['update_id']}"
+            added = await trainer.post(f"{path}/buckets", {"payloads": [GOOD, payload]})
+            assert added.status == (200 if payload == GOOD else 400), added.text
+            done = await trainer.post(f"{path}/commit", {})
+            assert done.status == (201 if payload == GOOD else 409), done.text
+            if payload == GOOD:
+                assert (await trainer.post(f"{path}/commit", {})).json()["created"] is False
+        assert [each.engines.versions for each in planes] == [("0", "7")] * 2
+        assert [each.weights.status().updating for each in planes] == [None, None]
+
+
+async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as planes:
+        held = await planes[0].node.post("/v1/engine/pause", {"mode": "retract"})
+        assert (held.status, held.json()["paused"]) == (200, "retract")
+        assert [each.weights.status().paused for each in planes] == ["retract"] * 2
+        assert (await planes[1].node.post("/v1/engine/resume", {})).status == 200
+        assert [each.weights.status().paused for each in planes] == [None] * 2
+        barrier = await planes[0].node.post("/v1/weights", new("8", switch="barrier"))
+        assert barrier.status == 201, barrier.text
+        assert [each.engines.versions[-1] for each in planes] == ["8", "8"]
+        assert [each.weights.status().paused for each in planes] == [None] * 2
+
+
+async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
+    """Any node takes what is for another model, and a request that names none is refused."""
+    async with (
+        nodes(tmp_path, dsn, "a") as (policy,),
+        nodes(tmp_path, dsn, "b", model="judge") as (judge,),
+    ):
+        await until(lambda: _known(policy, 2))
+        refused = await policy.node.post("/v1/weights", new("1"))
+        assert (refused.status, refused.json()["error"]["path"]) == (400, "?model"), refused.text
+        assert f"serves judge, {MODEL}" in refused.json()["error"]["message"]
+        assert (await policy.node.post("/v1/weights?model=other", new("1"))).status == 400
+        for model in ("judge", MODEL):
+            answer = await policy.node.post(f"/v1/weights?model={model}", new("1"))
+            assert answer.status == 201, answer.text
+        assert [each.engines.versions for each in (policy, judge)] == [("0", "1")] * 2
+        answer = await judge.node.post(f"/v1/weights?model={MODEL}", tensors("2", GOOD))
+        assert answer.status == 201, answer.text
+        assert [each.engines.versions[-1] for each in (policy, judge)] == ["2", "1"]
+
+
+async def _known(plane: Plane, count: int) -> bool:
+    return len([each for each in await plane.log.nodes() if each.serving]) == count

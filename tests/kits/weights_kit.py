@@ -17,8 +17,10 @@ from control_plane_parts import Caller, TaskTaker
 from log_kit import open_postgres
 
 from polarnode.api.app import Extension, control_plane
+from polarnode.api.proxy import PassingRoutes, open_others
 from polarnode.api.routes import AdapterRoutes, Routes, WeightsRoutes
 from polarnode.api.weight_files import WeightFiles
+from polarnode.api.weight_nodes import ModelNodes, WeightNodeRoutes
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.following import Following
@@ -122,6 +124,9 @@ async def open_weights_plane(
             *AdapterRoutes(store=store).rows(),
             *files.rows(),
         )
+        others = await stack.enter_async_context(open_others(log, name=name, token="secret"))
+        of_nodes = WeightNodeRoutes(ModelNodes(others=others, weights=weights))
+        rows = tuple(PassingRoutes(others).rows(of_nodes.rows(rows)))
         app = control_plane(
             Routes(service=node).rows(), token="secret", extensions=[Extension(rows=rows), sglang]
         )

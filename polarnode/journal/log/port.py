@@ -457,7 +457,7 @@ class WeightVersions(Protocol):
         """Say what a node serves, by adapter."""
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
-        """Nodes that are alive and do not serve the current version of their model's base."""
+        """Nodes that are alive and do not serve the current version of their model's base, but another."""
 
     async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:
         """A version of the base or of an adapter."""

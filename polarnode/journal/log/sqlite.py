@@ -434,7 +434,7 @@ class SqliteLog:
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         current = self._current.get("")
-        stale = current is not None and self._serving.get("") != current
+        stale = current is not None and self._serving.get("", current) != current
         return await self.nodes() if stale else ()
 
     async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:

@@ -686,6 +686,8 @@ async def test_versions_of_each_model(shared: Log) -> None:
     (row,) = await shared.weights(model="policy")
     assert (row.body, row.holders) == ({"of": "policy"}, (policy,))
     assert [each.current for each in await shared.weights(model="judge")] == [False]
+    for each in (policy, judge):
+        await shared.serving(each, {"": "0"})
     assert [each.facts.name for each in await shared.stale_nodes()] == ["one"]
     await submit(shared, "t", num_samples=2)
     assert not await claim(shared, policy, 1, labels={"model": "policy"})

@@ -58,8 +58,8 @@ def serving(db: Database, incarnation: int, versions: Mapping[str, str]) -> None
 
 STALE: Final = (
     NODES
-    + """WHERE state = 'alive' AND EXISTS (SELECT 1 FROM weights WHERE current AND adapter = ''
-    AND model = coalesce(nodes.labels ->> 'model', '')
+    + """WHERE state = 'alive' AND serving <> '{}' AND EXISTS (SELECT 1 FROM weights
+    WHERE current AND adapter = '' AND model = coalesce(nodes.labels ->> 'model', '')
     AND version IS DISTINCT FROM nodes.serving ->> '') ORDER BY name, incarnation"""
 )
 
