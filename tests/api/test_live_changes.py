@@ -1,25 +1,38 @@
 """Changes of live sessions: what a reader is sent, how events are cut, and the stream of a control plane."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import trio
-from attrs import evolve
+from attrs import define, evolve, field
 from control_plane_parts import Plane, TaskTaker, open_plane
 from trio.testing import MockClock
 
 from polarnode.api.exports import KEEP_ALIVE_S
-from polarnode.api.live import AT_ONCE, LOOK_S, LiveBody, SeenSessions, SessionWatch, pieces
-from polarnode.api.proxy import open_others
+from polarnode.api.live import (
+    AT_ONCE,
+    LOOK_S,
+    LiveBody,
+    PendingChanges,
+    SeenSessions,
+    SessionWatch,
+    changes_event,
+    pieces,
+)
+from polarnode.api.proxy import PASSED_TO, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.awaiting_http import AsyncEvents
+from polarnode.client.scripts import Block, Decoder
+from polarnode.client.values import Unreachable, read_answer
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionChanges
+from polarnode.http.asgi import GREETING
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import NodeFacts, NodeRow
 from polarnode.journal.log.sqlite import SqliteLog
 
 ONE = LiveSessionStatus(session_id="a", task_id="t", harness="pi", phase="init", turns=0, sampled_tokens=0)
@@ -149,3 +162,107 @@ async def test_a_stream_that_does_not_follow_ends_and_others_are_refused(tmp_pat
         refused = await client.get(url, params={"after": "1"}, headers=headers)
         assert refused.json()["error"]["path"] == "?after"
         assert (await client.get(url)).status_code == 401
+
+
+# ── other nodes ───────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class FakeLink:
+    """A node whose stream gives what is put into it; None breaks the connection."""
+
+    events: list[SessionChanges | None] = field(factory=list)
+    opened: int = 0
+
+    @asynccontextmanager
+    async def stream(self, path: str, *, headers: dict[str, str]) -> AsyncIterator[AsyncIterator[bytes]]:
+        assert headers[PASSED_TO], "it is asked for its own sessions"
+        self.opened += 1
+        async with aclosing(self._pieces("follow=false" not in path)) as sent:
+            yield sent
+
+    async def _pieces(self, follow: bool) -> AsyncGenerator[bytes, None]:
+        yield GREETING
+        while follow or self.events:
+            while self.events:
+                event = self.events.pop(0)
+                if event is None:
+                    raise Unreachable("cut")
+                whole = changes_event(event)
+                for piece in (whole[:7], whole[7:]):
+                    yield piece
+            await trio.sleep(0.1)
+
+
+@define(eq=False)
+class FakeOthers:
+    """The other nodes of a log, by name; the number of each is its incarnation."""
+
+    nursery: trio.Nursery
+    links: dict[tuple[str, int], FakeLink]
+
+    async def alive(self) -> tuple[NodeRow, ...]:
+        await trio.lowlevel.checkpoint()
+        return tuple(
+            NodeRow(incarnation=number, facts=NodeFacts(name=name), state="alive", sign=0)
+            for name, number in self.links
+        )
+
+    def link(self, row: NodeRow) -> FakeLink:
+        return self.links[row.facts.name, row.incarnation]
+
+
+def changes(*sessions: LiveSessionStatus, node: str = "b", whole: bool = False) -> SessionChanges:
+    return SessionChanges(node=node, sessions=sessions, whole=whole)
+
+
+async def read(body: LiveBody) -> SessionChanges:
+    """The next event of a body."""
+    decoder = Decoder()
+    while True:
+        for block in decoder.feed(await anext(body)):
+            if isinstance(block, Block):
+                return read_answer(block.data, SessionChanges)
+
+
+def test_a_slow_reader_gets_the_last_change() -> None:
+    pending, two, runs = PendingChanges(), evolve(ONE, session_id="b"), evolve(ONE, phase="run")
+    for each in (changes(ONE, two, whole=True), changes(runs), changes(two, node="c")):
+        pending.put(each)
+    assert pending.take() == [changes(runs, two, whole=True)]
+    assert pending.take() == [changes(two, node="c")]
+    assert pending.take() == []
+    pending.put(changes(ONE))
+    pending.put(changes(whole=True))
+    assert pending.take() == [changes(whole=True)], "what came before a whole list counts no more"
+
+
+async def test_nodes_come_break_and_go(journal: Journal, autojump_clock: MockClock) -> None:
+    link, two = FakeLink([changes(ONE, whole=True)]), evolve(ONE, session_id="b")
+    async with trio.open_nursery() as nursery:
+        others: Any = FakeOthers(nursery, {("b", 2): link})
+        body = LiveBody(watch=SessionWatch(TaskTaker(journal=journal)), others=others, follow=True)
+        assert await anext(body) == GREETING
+        assert await read(body) == changes(node="n0", whole=True)
+        assert await read(body) == changes(ONE, whole=True)
+        others.links["c", 3] = FakeLink([changes(two, node="c", whole=True)])
+        assert await read(body) == changes(two, node="c", whole=True)
+        link.events += [None, changes(two, whole=True)]
+        assert await read(body) == changes(whole=True), "its connection broke"
+        assert await read(body) == changes(two, whole=True)
+        assert link.opened == 2
+        del others.links["b", 2]
+        assert await read(body) == changes(whole=True), "it is gone, and its sessions with it"
+        await body.aclose()
+
+
+async def test_without_follow_every_node_comes_once(journal: Journal, autojump_clock: MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        links = {(name, number): FakeLink([changes(ONE, whole=True)]) for number, name in enumerate("bc")}
+        others: Any = FakeOthers(nursery, links)
+        watch = SessionWatch(TaskTaker(journal=journal))
+        sent = [piece async for piece in LiveBody(watch=watch, others=others, follow=False)]
+        alone = [piece async for piece in LiveBody(watch=watch, others=others, follow=False, alone=True)]
+    found = [block for piece in sent for block in Decoder().feed(piece) if isinstance(block, Block)]
+    assert {read_answer(each.data, SessionChanges).node for each in found} == {"n0", "b", "c"}
+    assert len(alone) == 2, "the greeting and this node"
