@@ -103,7 +103,7 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
     ),
     "since": _one("Only samples taken after this time, in seconds since the epoch.", {"type": "number"}),
     "state": _one("Only groups in this state.", _enum(get_args(GroupState))),
-    "model": _one("Of a fleet that serves several models: which one is meant.", {"type": "string"}),
+    "model": _one("Of nodes that serve several models: which one is meant.", {"type": "string"}),
 }
 
 

@@ -467,9 +467,9 @@ ENGINE: Final[Mapping[Where, Operation]] = {
         summary="The logprobs of given rows, by the policy or a teacher.",
         tag="score",
         body=ScoreRequest,
-        query=("arrays",),
+        query=("arrays", "model"),
         answer=ScoreAnswer,
-        errors=(413, 429, 503),
+        errors=(413, 429, 502, 503),
     ),
     ("POST", "/v1/weights"): Operation(
         summary="Serve new weights, on every engine host as one version.",

@@ -36,9 +36,9 @@ from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeRow
 PASSED_TO: Final = "Polarnode-Passed-To"
 ROSTER_S: Final = 1.0  # the nodes that are alive are asked for once in so long: a sign of life comes as often
 ALL_S: Final = 10.0  # for one node's word when all are asked: a page waits for the slowest
-# without a byte of an answer that is passed on: the end of a capture waits for its test, as long as the
-# client does (420 s)
-SILENCE_S: Final = 430.0
+# without a byte of an answer that is passed on: a teacher reads millions of tokens in minutes, and the end of
+# a capture waits for its test
+SILENCE_S: Final = 1800.0
 # of a caller's headers: the others are of his connection, of his browser, or his own token
 ASKED_WITH: Final = ("accept", "content-type", "content-length", "idempotency-key", "range", "if-none-match")
 # of a node's headers: these are of its connection, or are made anew
@@ -257,8 +257,9 @@ class PassingRoutes:
     ) -> Iterator[RouteRow]:
         """The routes, of which those in `of_session` are asked of the node that has the session."""
         joined: Mapping[tuple[str, str], Handler] = {
-            ("POST", "/v1/tasks"): self._begin,
-            ("POST", "/v1/capture"): self._begin,
+            ("POST", "/v1/tasks"): self._task,
+            ("POST", "/v1/capture"): self._capture,
+            ("POST", "/v1/score"): self._score,
             ("GET", "/v1/capture"): self._captures,
             ("GET", "/v1/logs"): self._logs,
             ("GET", "/v1/logs/<path:name>"): self._log,
@@ -309,31 +310,55 @@ class PassingRoutes:
         record = await self.others.log.session(session_id)
         return record is not None and record.outcome is not None
 
-    async def _begin(self, here: Handler) -> Response:
-        """A task or a capture is taken by a node that can run it, which knows what is wrong with it. One of
-        forks by the node that has their parent, whose turns and snapshots are there.
+    async def _task(self, here: Handler) -> Response:
+        """A task is taken by a node that can run it, which knows what is wrong with it. One of forks by the
+        node that has their parent, whose turns and snapshots are there.
         """
         body = await _sent_body()
-        row = await self._able(body) if b'"fork"' in body or b'"requires"' in body else None
+        row: NodeRow | None = None
+        if (b'"fork"' in body or b'"requires"' in body) and await self.others.alive():
+            match _read(body):
+                case {"fork": {"session": str(session)}}:
+                    row = await self._place("parent", session)
+                case {"requires": dict(requires)}:
+                    row = await self._able(requires)
         return await (here() if row is None else pass_on(self.others, row, body=body))
 
-    async def _able(self, body: bytes) -> NodeRow | None:
-        """The node that takes what a body asks for; None for this one, which refuses what is no task."""
-        others = await self.others.alive()
-        try:
-            asked = read_json(body) if others else None
-        except Refused:
+    async def _capture(self, here: Handler) -> Response:
+        """A capture is opened at a node that has engines, and the labels that it requires."""
+        body = await _sent_body()
+        row: NodeRow | None = None
+        if await self.others.alive():
+            match _read(body) if body else {}:
+                case {"requires": dict(requires)}:
+                    row = await self._able(requires, engines=True)
+                case {**more} if "requires" not in more:
+                    row = await self._able({}, engines=True)
+        return await (here() if row is None else pass_on(self.others, row, body=body))
+
+    async def _score(self, here: Handler) -> Response:
+        """Rows are scored by a node that has engines, of the model that the query names."""
+        model = request.args.get("model")
+        rows = await self.others.log.nodes() if model is not None or await self.others.alive() else ()
+        models = {row.facts.labels.get("model") for row in rows if "" in row.serving}
+        if model is not None and model not in models:
+            there = ", ".join(sorted(filter(None, models))) or "none"
+            raise Refused(
+                f"no node that is alive serves the model {model!r}: they serve {there}", path="?model"
+            )
+        row = await self._able({} if model is None else {"model": model}, engines=True) if rows else None
+        return await (here() if row is None else pass_on(self.others, row))
+
+    async def _able(self, requires: Mapping[str, object], *, engines: bool = False) -> NodeRow | None:
+        """The node with the least to do that has these labels, and with `engines` some; None where this one
+        has, or no node has: this one says then what it lacks.
+        """
+        labels = {name: str(each) for name, each in requires.items()}
+        rows = [row for row in await self.others.log.nodes() if unmet(labels, row.facts.labels) is None]
+        able = [row for row in rows if "" in row.serving or not engines]
+        if not able or any(row.facts.name == self.others.name for row in able):
             return None
-        match asked:
-            case {"fork": {"session": str(session)}}:
-                return await self._place("parent", session)
-            case {"requires": dict(requires)}:
-                labels = {name: str(each) for name, each in requires.items()}
-                rows = sorted(await self.others.log.nodes(), key=lambda row: row.running)
-                able = [row for row in rows if unmet(labels, row.facts.labels) is None]
-                here = any(row.facts.name == self.others.name for row in able)
-                return None if here or not able else able[0]
-        return None
+        return min(able, key=lambda row: row.running)
 
     async def _log(self, here: Handler, name: str) -> Response:
         """A log of another node is named NODE/NAME."""
@@ -393,6 +418,14 @@ class PassingRoutes:
 async def _sent_body() -> bytes:
     body = await request.get_data(as_text=False)
     return body if isinstance(body, bytes) else body.encode()
+
+
+def _read(body: bytes) -> Json:
+    """A body as JSON. What is none is refused by the handler, in its words."""
+    try:
+        return read_json(body)
+    except Refused:
+        return None
 
 
 async def _json_of(answer: Response) -> Any:

@@ -456,7 +456,7 @@ class ScoreRoutes:
 
     async def score(self) -> Response:
         """Score rows. Nothing of it is kept: a client that leaves ends it."""
-        query = read_query(request.args, "arrays")
+        query = read_query(request.args, "arrays", "model")  # a node that shares a log has passed it on
         asked = read_score(await body_json())
         found = ScoreAnswer(engine=asked.engine, arrays=query.arrays, rows=await self.scoring.answer(asked))
         make = partial(score_json, found, query.arrays)

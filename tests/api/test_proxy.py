@@ -16,7 +16,7 @@ from hollow_node import _record, open_hollow
 from postgres_kit import Cluster, free_port, running_cluster
 from tls_kit import Authority
 
-from polarnode.api.proxy import PASSED_TO, NodeGone, open_others
+from polarnode.api.proxy import PASSED_TO, NodeGone, PassingRoutes, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Unreachable
 from polarnode.core.status import SessionChanges
@@ -198,6 +198,8 @@ async def test_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) ->
         assert (await two.a.get(f"/v1/capture/{capture}")).json()["outcome"] is None
         ended = await two.a.call("DELETE", f"/v1/capture/{capture}", json_body={"reward": 1.0})
         assert ended.status == 200, ended.text
+        other = await two.a.call("POST", "/v1/score", params={"model": "none"}, json_body={"rows": []})
+        assert (other.status, other.json()["error"]["path"]) == (400, "?model")
         assert (await two.a.post("/v1/engine/pause", {"mode": "retract"})).status == 200
         assert [two.nodes[name].engines.paused for name in "ab"] == ["retract", "retract"]
         assert (await two.a.post("/v1/engine/resume", None)).status == 200
@@ -320,3 +322,31 @@ async def test_another_certificate_is_sent_nothing(tmp_path: Path) -> None:
     assert isinstance(words["c"], Unreachable)
     assert "another certificate than the one that was pinned" in str(words["c"])
     assert asked == ["/v1/capture"], "the token went to nobody else"
+
+
+@pytest.mark.parametrize(
+    ("requires", "engines", "found"),
+    [
+        ({"gpu": "y"}, False, None),
+        ({"gpu": "x"}, False, 1),
+        ({"gpu": "z"}, False, None),
+        ({}, True, 2),
+        ({"gpu": "x"}, True, 3),
+    ],
+    ids=["here", "least to do", "nobody", "has engines", "both"],
+)
+async def test_which_node_takes_it(requires: dict[str, str], engines: bool, found: int | None) -> None:
+    def made(name: str, number: int, gpu: str, **more: Any) -> NodeRow:
+        facts = NodeFacts(name=name, labels={"gpu": gpu})
+        return NodeRow(incarnation=number, facts=facts, state="alive", sign=0, **more)
+
+    rows = (
+        made("a", 0, "y"),
+        made("b", 1, "x", running=1),
+        made("c", 2, "y", running=2, serving={"": "0"}),
+        made("d", 3, "x", running=3, serving={"": "0"}),
+    )
+    log: Any = NodesOnly(rows[0], rows)
+    async with open_others(log, name="a", token=None) as others:
+        row = await PassingRoutes(others)._able(requires, engines=engines)
+        assert (None if row is None else row.incarnation) == found
