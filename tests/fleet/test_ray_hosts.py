@@ -1,4 +1,4 @@
-"""The launcher `ray`, part by part: which machines, which addresses, an actor's node, the driver's life."""
+"""The launcher `ray`, part by part: which machines, an actor's node, the driver's life."""
 
 import json
 import os
@@ -23,10 +23,8 @@ from polarnode.fleet import ray_host, ray_hosts, ray_launcher
 from polarnode.fleet.ray_host import NodeHost, NodeRecord, began
 from polarnode.fleet.ray_launcher import ray_nodes
 from polarnode.fleet.ray_machines import (
-    FORGET_S,
     LABEL,
     RESOURCE,
-    Addresses,
     HostOrder,
     RayMachine,
     RayNews,
@@ -119,44 +117,6 @@ def test_an_order_is_recognised_by_what_a_node_depends_on() -> None:
         assert evolve(order, **other).digest != order.digest
 
 
-# ── addresses ────────────────────────────────────────────────────────────
-
-
-def test_an_address_stays_until_ray_has_long_answered_without_it() -> None:
-    known = Addresses()
-    assert known.take(RayNews(nodes={"a": "http://a:1", "b": "http://b:1"}), 0.0)
-    assert not known.take(RayNews(nodes={"a": "http://a:1"}), 10.0)
-    assert known.urls == {"a": "http://a:1", "b": "http://b:1"}
-    assert not known.take(RayNews(nodes={"a": "http://a:1"}), 9.0 + FORGET_S)
-    assert not known.take(RayNews(nodes={"b": "http://b:1"}), 9.5 + FORGET_S), (
-        "it came back: its time begins again"
-    )
-    assert known.take(RayNews(nodes={"a": "http://a:2"}), 20.0 + FORGET_S), (
-        "another port replaces the old one at once"
-    )
-    assert known.urls == {"a": "http://a:2", "b": "http://b:1"}
-    assert known.take(RayNews(nodes={"a": "http://a:2"}), 20.0 + 2 * FORGET_S)
-    assert known.urls == {"a": "http://a:2"}
-
-
-def test_a_ray_that_is_away_for_a_day_forgets_nothing() -> None:
-    known = Addresses()
-    known.take(RayNews(nodes={"a": "http://a:1"}), 0.0)
-    assert not known.take(RayNews(nodes={}), 86_400.0), "an empty head, after a day without any answer"
-    assert known.urls == {"a": "http://a:1"}
-
-
-def test_the_list_is_read_as_it_was_written() -> None:
-    known = Addresses(urls={"m 1": "http://a:1", "m2": "http://b:1"})
-    assert Addresses.read(known.text()).urls == known.urls
-    assert not Addresses.read(known.text()).marked
-    assert known.take(RayNews(nodes=known.urls, marked=True), 0.0)
-    assert not known.take(RayNews(nodes=known.urls), 1.0), "once marked, always"
-    again = Addresses.read(known.text())
-    assert (again.urls, again.marked) == (known.urls, True)
-    assert Addresses.read(Addresses().text()).urls == {}
-
-
 # ── the actor ────────────────────────────────────────────────────────────
 
 
@@ -235,15 +195,16 @@ def test_a_node_that_cannot_start_says_why(tmp_path: Path) -> None:
     actor.stop()
 
 
-def test_a_node_gets_its_token_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_gets_its_secrets_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os, json; print(json.dumps(dict(os.environ)), flush=True); import time; time.sleep(60)"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with ended_by_record(tmp_path):
-        actor = NodeHost(host_order(tmp_path, "-c", program, token="secret", orphan_s=7.0))
+        actor = NodeHost(host_order(tmp_path, "-c", program, token="secret", log="dsn-secret", orphan_s=7.0))
         log = tmp_path / "m.log"
         line = until(lambda: log.exists() and "\n" in log.read_text() and log.read_text(), "it prints")
         found = json.loads(line)
         assert found["POLARNODE_TOKEN"] == "secret"
+        assert found["POLARNODE_LOG"] == "dsn-secret"
         assert found["POLARNODE_NODE_ID"] == "m"
         assert found["POLARNODE_LIFELINE"] == str(tmp_path / "m.lock")
         assert found["POLARNODE_ORPHAN_S"] == "7"
@@ -288,38 +249,41 @@ sys.stdin.read()
 """
 
 
-async def test_the_known_nodes_stay_when_the_driver_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_driver_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with a_driver(monkeypatch, tmp_path, ONE_LINE) as order, trio.fail_after(60):
-        async with ray_nodes(order, tmp_path, lambda text: None) as nodes:
-            assert Addresses.read(nodes.file.read_text()).urls == {"m": "http://127.0.0.1:1"}
+        async with ray_nodes(order, tmp_path) as nodes:
+            assert nodes.urls == {"m": "http://127.0.0.1:1"}
             assert nodes.problems == {"n": "no GPUs"}
             (tmp_path / "driver.py.crash").touch()
             assert nodes.driver is not None
             nodes.driver.kill()
             while nodes.starts < 4:  # noqa: ASYNC110
                 await trio.sleep(0.02)
-            assert Addresses.read(nodes.file.read_text()).urls == {"m": "http://127.0.0.1:1"}
-        assert "the 1 known nodes stay" in caplog.text
+            assert nodes.urls == {"m": "http://127.0.0.1:1"}
 
 
-async def test_a_front_begins_with_the_nodes_it_knew_although_ray_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_cluster_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = """
 import json
 print(json.dumps({"error": "there is no Ray cluster at auto"}), flush=True)
 """
-    said: list[str] = []
-    with a_driver(monkeypatch, tmp_path, gone) as order, trio.fail_after(60):
-        with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="no Ray cluster at auto")):
-            async with ray_nodes(order, tmp_path, said.append):
-                raise AssertionError("it began without any node")
-        (tmp_path / "ray-nodes.txt").write_text(Addresses(urls={"m": "http://127.0.0.1:1"}).text())
-        async with ray_nodes(order, tmp_path, said.append) as nodes:
-            assert nodes.addresses.urls == {"m": "http://127.0.0.1:1"}
-    assert "1 nodes are known from before" in said[0]
+    refused = pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match="no Ray cluster at auto"))
+    with a_driver(monkeypatch, tmp_path, gone) as order, trio.fail_after(60), refused:
+        async with ray_nodes(order, tmp_path):
+            raise AssertionError("it began without a cluster")
+
+
+async def test_machines_once_marked_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next driver is told, or the death of all marked machines would choose others."""
+    program = """
+import json, sys
+order = json.loads(sys.stdin.readline())
+print(json.dumps({"nodes": {"m": "marked" if order["marked"] else "any"}, "marked": True}), flush=True)
+"""
+    with a_driver(monkeypatch, tmp_path, program) as order, trio.fail_after(60):
+        async with ray_nodes(order, tmp_path) as nodes:
+            while nodes.urls != {"m": "marked"}:  # noqa: ASYNC110
+                await trio.sleep(0.02)
 
 
 async def test_a_driver_that_hangs_or_babbles_is_replaced(
@@ -329,7 +293,7 @@ async def test_a_driver_that_hangs_or_babbles_is_replaced(
     program = ONE_LINE.replace("sys.stdin.read()", "print('not JSON', flush=True); sys.stdin.read()")
     for each in (ONE_LINE, program):
         with a_driver(monkeypatch, tmp_path, each) as order, trio.fail_after(60):
-            async with ray_nodes(order, tmp_path, lambda text: None) as nodes:
+            async with ray_nodes(order, tmp_path) as nodes:
                 while nodes.starts < 3:  # noqa: ASYNC110
                     await trio.sleep(0.02)
 
@@ -368,7 +332,7 @@ def test_a_line_of_the_driver_is_read_as_written() -> None:
 
 def test_without_the_package_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_launcher.importlib.util, "find_spec", lambda name: None)
-    found = CliRunner().invoke(main, ["fleet", "--ray", "auto"])
+    found = CliRunner().invoke(main, ["fleet", "--ray", "auto", "--log", "host=/nowhere"])
     assert found.exit_code == 1
     assert "pip install 'polarnode[ray]'" in found.output
 
@@ -380,7 +344,7 @@ def test_stop_needs_a_cluster() -> None:
 
 
 def test_where_no_cluster_is_the_command_ends_with_a_sentence(tmp_path: Path) -> None:
-    arguments = ["--ray", "nothing", "--port", "0", "--state-dir", str(tmp_path)]
+    arguments = ["--ray", "nothing", "--log", "host=/nowhere", "--state-dir", str(tmp_path)]
     argv = [sys.executable, "-m", "polarnode.cli", "fleet", *arguments]
     found = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert found.returncode == 1, found.stderr
