@@ -14,13 +14,12 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import trio
 from attrs import define, evolve, field
 from fleet_kit import KIT, Reader, hollow_task
-from polarnode.fleet.config import FleetConfig
-from polarnode.fleet.front import Front
-from polarnode.fleet.serving import serve_front
+from postgres_kit import running_cluster
 from ray_cluster import ENVIRONMENT
 
 from polarnode.client.asynchronous import AsyncPolarnodeClient
@@ -88,15 +87,13 @@ def end_processes_of(folder: str) -> None:
 
 @define(eq=False, kw_only=True)
 class RayFleet:
-    """A front whose nodes are a Ray cluster's, and what its reader got."""
+    """The nodes of a Ray cluster on one log, and what a reader of one of them got."""
 
     folder: Path
-    front: Front
     nodes: RayNodes
     client: AsyncPolarnodeClient
     reader: Reader = field(factory=Reader)
     tasks: dict[str, int] = field(factory=dict)
-    troubled: set[str] = field(factory=set)  # states that a node was in after all were up
 
     def pids(self) -> dict[str, int]:
         """The nodes' processes that live."""
@@ -124,11 +121,6 @@ class RayFleet:
             while f"group:{task_id}" not in self.reader.events:  # noqa: ASYNC110
                 await trio.sleep(0.05)
 
-    async def watch(self) -> None:
-        while True:
-            self.troubled |= {each.state for each in self.front.roster.members.values()} - {"up"}
-            await trio.sleep(0.02)
-
     async def read(self) -> None:
         async for event in self.client.trajectories(consumer="reader", ack=True):
             self.reader.add(event.kind, event.key, event.data)
@@ -143,18 +135,21 @@ async def until(holds: Callable[[], Any], *, patience_s: float = 60.0) -> None:
 @asynccontextmanager
 async def ray_fleet(order: RayOrder, folder: Path) -> AsyncIterator[RayFleet]:
     async with AsyncExitStack() as stack:
-        nodes = await stack.enter_async_context(ray_nodes(order, folder, lambda text: None))
-        config = FleetConfig(nodes=(nodes.entry,), port=0, state_dir=str(folder / "front"))
-        front, address = await stack.enter_async_context(serve_front(config))
-        client = AsyncPolarnodeClient(f"http://127.0.0.1:{address.port}", patience_s=60, ack_every_s=0.0)
+        nodes = await stack.enter_async_context(ray_nodes(order, folder))
+        await until(lambda: len(nodes.urls) == len(NAMES), patience_s=120)
+        client = AsyncPolarnodeClient(nodes.urls["m0"], patience_s=60, ack_every_s=0.0)
         stack.push_async_callback(client.aclose)
-        fleet = RayFleet(folder=Path(order.folder), front=front, nodes=nodes, client=client)
-        await until(lambda: len(front.roster.in_state("up")) == len(NAMES), patience_s=120)
+        fleet = RayFleet(folder=Path(order.folder), nodes=nodes, client=client)
         nursery = await stack.enter_async_context(trio.open_nursery())
         nursery.start_soon(fleet.read)
-        nursery.start_soon(fleet.watch)
         yield fleet
         nursery.cancel_scope.cancel()
+
+
+def incarnations(dsn: str) -> list[tuple[str, str]]:
+    """Each start of a node that the log has seen, and how it stands."""
+    with psycopg.connect(dsn) as db:
+        return db.execute("SELECT name, state FROM polarnode.nodes ORDER BY name").fetchall()
 
 
 def end_nodes(folder: Path) -> None:
@@ -176,7 +171,7 @@ async def actor_killed(fleet: RayFleet) -> None:
 
 
 async def driver_killed(fleet: RayFleet) -> None:
-    """The front starts another one, which finds the same actors."""
+    """The launcher starts another one, which finds the same actors."""
     actors, starts = [*map(fleet.holder, NAMES)], fleet.nodes.starts
     assert fleet.nodes.driver is not None
     fleet.nodes.driver.kill()
@@ -199,7 +194,7 @@ async def raylets_hang_and_die(fleet: RayFleet, cluster: RayCluster) -> None:
 
 
 async def head_killed(fleet: RayFleet, cluster: RayCluster) -> None:
-    """Ray ends the driver and the actors; the front follows its nodes, so that they are no orphans."""
+    """Ray ends the driver and the actors; the nodes have work and a reader, so that they are no orphans."""
     driver = fleet.nodes.driver
     os.kill(cluster.gcs, signal.SIGKILL)
     await until(lambda: not any(map(fleet.holder, NAMES)))
@@ -221,8 +216,16 @@ async def test_nothing_of_ray_is_needed_once_nodes_run(
     monkeypatch.setattr(ray_launcher, "PAUSES", evolve(ray_launcher.PAUSES, longest_s=2.0))
     folder = tmp_path / "n"
     command = (str(KIT / "hollow_node.py"), "--folder", "{state}", "--ports", "{port}")
-    order = RayOrder(address="auto", gpus_per_node=0, folder=str(folder), command=command, orphan_s=ORPHAN_S)
     async with AsyncExitStack() as stack:
+        dsn = stack.enter_context(running_cluster()).database()
+        order = RayOrder(
+            address="auto",
+            gpus_per_node=0,
+            folder=str(folder),
+            command=command,
+            orphan_s=ORPHAN_S,
+            log=dsn,
+        )
         stack.callback(end_nodes, folder)
         first = await stack.enter_async_context(AsyncExitStack())
         cluster = await first.enter_async_context(ray_cluster())
@@ -240,8 +243,8 @@ async def test_nothing_of_ray_is_needed_once_nodes_run(
             await another_head(fleet)
             await fleet.ended(through_all)
             assert fleet.pids() == pids, "no node noticed anything"
-            assert fleet.troubled == set()
+            assert incarnations(dsn) == [(name, "alive") for name in NAMES]
             fleet.reader.check(fleet.tasks)
-        assert fleet.pids() == pids, "nodes outlive their front"
+        assert fleet.pids() == pids, "nodes outlive their launcher"
         assert await stop_nodes(order, tmp_path) == len(NAMES)
         await until(lambda: not fleet.pids())

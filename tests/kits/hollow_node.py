@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ from polarnode.engine.routing import EngineStatistics
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.node import opening
 from polarnode.node.config import NodeConfig
-from polarnode.node.orphan import orphaned
+from polarnode.node.orphan import has_work, orphaned
 from polarnode.node.serving import serve_control_plane
 from polarnode.rollouts.services import UnboundedPlaces
 
@@ -177,14 +178,19 @@ async def main(folder: Path, ports: list[int], token: str | None, settings: dict
                 import_paths=("session_kit",),
                 memory_reserve_mb=1,
                 disk_reserve_mb=1,
-                **settings,
+                **{"log": os.environ.get("POLARNODE_LOG"), **settings},
             )
             node, address = await stack.enter_async_context(open_hollow(config))
             line = {"node": name, "url": f"http://{address.host}:{address.port}", "journal": node.journal.id}
             print(json.dumps(line), flush=True)
         if lifeline := os.environ.get("POLARNODE_LIFELINE"):  # a launcher that does not hold standard input
             orphan_s = float(os.environ["POLARNODE_ORPHAN_S"])
-            await orphaned(Path(lifeline), orphan_s)
+
+            async def needed() -> bool:
+                live = node.scheduler.statistics().live
+                return await has_work(node.log, live, orphan_s=orphan_s, now=time.time())
+
+            await orphaned(Path(lifeline), orphan_s, needed if node.log.shared else None)
         else:
             await trio.lowlevel.wait_readable(sys.stdin)  # whoever started this has gone
         os._exit(0)  # a hollow node has nothing to save that is not in its journal
