@@ -252,7 +252,7 @@ class Routes:
     # Async though they wait for nothing: Quart would run plain functions in threads.
 
     async def status(self) -> Response:
-        """The node, and the log as it was a second ago: an answer does not wait for the log."""
+        """The node, and the log as it stood seconds ago: an answer does not wait for it."""
         read_query(request.args)
         await trio.lowlevel.checkpoint()
         log, standing = self.service.log, self.service.log.standing

@@ -143,6 +143,7 @@ async def test_status_lists_nodes(cluster: Cluster, tmp_path: Path) -> None:
                 "url": "https://10.0.0.7:8080",
                 "state": "alive",
                 "running": 1,
+                "draining": False,
                 "labels": {"gpu": "x"},
                 "serving": {},
                 "version": "1",

@@ -181,7 +181,7 @@ class LogPage:
 
 @frozen(kw_only=True)
 class LogStanding:
-    """How the log stands, as of at most a second ago; its bytes of at most a minute ago. It is kept in
+    """How the log stands, as of at most five seconds ago; its bytes of at most a minute ago. It is kept in
     memory, for whoever may not wait for the log.
 
     `log` is "" before it was read. `acknowledged`: up to where all consumers that are waited for have read.
