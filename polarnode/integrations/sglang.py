@@ -425,7 +425,7 @@ async def _body(shape: "type[Any]") -> Any:
 Handler = Callable[[], Awaitable[Response]]
 
 
-def _answered(handler: Handler) -> Handler:
+def answered(handler: Handler) -> Handler:
     """The handler, with its errors answered in SGLang's shape."""
 
     @wraps(handler)
@@ -459,7 +459,7 @@ def sglang_extension(
         memory_saver=memory_saver,
     )
     rows: tuple[RouteRow, ...] = tuple(
-        (method, path, _answered(getattr(routes, name) if name else partial(_refuse, REFUSED[path])))
+        (method, path, answered(getattr(routes, name) if name else partial(_refuse, REFUSED[path])))
         for methods, path, name, _, _ in TABLE
         for method in methods.split()
     )

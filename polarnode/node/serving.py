@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from socket import socket
 
+from attrs import evolve
+
 from polarnode.api.app import control_plane
 from polarnode.api.fork_routes import ForkRoutes
 from polarnode.api.live import LiveSessionRoutes
@@ -26,6 +28,7 @@ from polarnode.http.asgi import BrowserGuard, RouteRow
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.sglang import sglang_extension
+from polarnode.integrations.sglang_nodes import SglangNodes
 from polarnode.node.node import Node, control_certificate
 from polarnode.node.opening import sessions_dir
 from polarnode.rollouts.session import LOG_LIMIT
@@ -48,8 +51,9 @@ async def serve_control_plane(node: Node, listener: socket | None = None) -> Asy
 @asynccontextmanager
 async def _served(node: Node, others: OtherNodes, listener: socket | None) -> AsyncIterator[Address]:
     config, history = node.config, History(figures=node.figures, now=time.time)
-    of_nodes = WeightNodeRoutes(ModelNodes(others=others, weights=node.weights))
-    rows = PassingRoutes(others).rows(of_nodes.rows(_rows(node, others, history)))
+    nodes = ModelNodes(others=others, weights=node.weights)
+    own = _rows(node, others, history)
+    rows = PassingRoutes(others).rows(WeightNodeRoutes(nodes).rows(own))
     by_token = config.token is not None
     guard = BrowserGuard(bound=config.host.lower(), allowed=config.allowed_hosts, any_host=by_token)
     sglang = sglang_extension(
@@ -59,6 +63,7 @@ async def _served(node: Node, others: OtherNodes, listener: socket | None) -> As
         adapters=node.adapters,
         memory_saver=config.memory_saver != "off",
     )
+    sglang = evolve(sglang, rows=tuple(SglangNodes(nodes).rows(sglang.rows)))
     app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
     where, certificate = Address(host=config.host, port=config.port), control_certificate(config)
     served = open_server(app, listener or where, connections=CONTROL_CONNECTIONS, certificate=certificate)

@@ -364,3 +364,30 @@ async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
 
 async def _known(plane: Plane, count: int) -> bool:
     return len([each for each in await plane.log.nodes() if each.serving]) == count
+
+
+async def test_sglang_updates_all_under_one_name(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as planes:
+        trainer = planes[1].node
+
+        async def asked(path: str, status: int = 200, **body: Any) -> None:
+            answer = await trainer.post(path, body)
+            assert answer.status == status, (path, answer.text)
+
+        def served() -> list[str]:
+            return [each.engines.versions[-1] for each in planes]
+
+        assert (await planes[0].node.post("/v1/weights", new("1"))).status == 201
+        info = (await trainer.get("/server_info")).json()
+        assert (info["num_gpus"], info["dp_size"]) == (2, 2)
+        update = partial(asked, "/update_weights_from_tensor", weight_version="1")
+        for payload, status in ((GOOD, 200), (BAD, 400)):
+            await asked("/pause_generation")
+            await update(serialized_named_tensors=[GOOD, GOOD])
+            await update(status, serialized_named_tensors=[GOOD, payload])
+            await asked("/continue_generation")
+            assert served() == ["1~2", "1~2"]
+        await asked("/update_weights_from_disk", model_path=str(TINY_MODEL), weight_version="2")
+        await asked("/update_weights_from_disk", model_path=str(TINY_MODEL), weight_version="2")
+        await asked("/update_weights_from_disk", model_path=str(TINY_MODEL))
+        assert served() == ["unnamed-1", "unnamed-1"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from control_plane_parts import Caller, TaskTaker
 from log_kit import open_postgres
 
@@ -32,6 +32,7 @@ from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weights import Weights, last_weights, open_weights
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.integrations.sglang import sglang_extension
+from polarnode.integrations.sglang_nodes import SglangNodes
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Log, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
@@ -125,8 +126,9 @@ async def open_weights_plane(
             *files.rows(),
         )
         others = await stack.enter_async_context(open_others(log, name=name, token="secret"))
-        of_nodes = WeightNodeRoutes(ModelNodes(others=others, weights=weights))
-        rows = tuple(PassingRoutes(others).rows(of_nodes.rows(rows)))
+        nodes = ModelNodes(others=others, weights=weights)
+        rows = tuple(PassingRoutes(others).rows(WeightNodeRoutes(nodes).rows(rows)))
+        sglang = evolve(sglang, rows=tuple(SglangNodes(nodes).rows(sglang.rows)))
         app = control_plane(
             Routes(service=node).rows(), token="secret", extensions=[Extension(rows=rows), sglang]
         )
