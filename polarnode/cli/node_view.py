@@ -230,6 +230,9 @@ def _print_weights(found: WeightsStatus, *, as_json: bool) -> None:
         parts.append(Text(f"version {harmless(found.updating)} is being loaded", style="cyan"))
     if found.released:
         parts.append(Text(f"GPU memory lent: {', '.join(found.released)}", style="yellow"))
+    if found.stale:
+        names = ", ".join(map(harmless, found.stale))
+        parts.append(Text(f"stale, and idle until they serve it: {names}", style="yellow"))
     if found.warning is not None:
         parts.append(Text(harmless(found.warning), style="yellow"))
     if found.history:

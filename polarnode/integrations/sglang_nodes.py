@@ -125,7 +125,7 @@ class SglangNodes:
         every = [row.incarnation for row in members]
         if path == "/update_weight_version":
             name = body.get("new_version")
-            return dict.fromkeys(every, {**body, "new_version": self._names.get(name, name)})
+            return {each: {**body, "new_version": self._names.get(name, name)} for each in every}
         if path == "/init_weights_update_group" and isinstance(first := body.get("rank_offset"), int):
             offsets = rank_offsets(first, await self.nodes.ranks(members))
             return {each: {**body, "rank_offset": at} for each, at in zip(every, offsets, strict=True)}
