@@ -69,7 +69,7 @@ SWEEP_S = 3600.0
 # between two looks for evaluations of nodes that are lost: a lease is as long
 TAKE_S = 4.0
 AWAY_S = 1.0  # before the log is asked again: only who waits for a reward waits
-UNKNOWN = "it is not in this node's journal: it never was, or retention has pruned it"
+UNKNOWN = "it is not in the log: it never was, or retention has pruned it"
 SPENT = ("run", "turns", "tokens", "repeats")  # clocks of a run
 
 Pending = tuple[EvaluationStatus, str]
@@ -141,9 +141,7 @@ class Evaluations:
         name = spec.task_id or spec.group_id or ""
         path = "$.sessions" if spec.sessions else "$.group_id" if spec.task_id is None else "$.task_id"
         if not 0 < len(ids) <= MAX_EVALUATED:
-            raise Refused(
-                f"{name} has {len(ids)} sessions in this journal: name 1 to {MAX_EVALUATED}", path=path
-            )
+            raise Refused(f"{name} has {len(ids)} sessions in the log: name 1 to {MAX_EVALUATED}", path=path)
         over = await self.log.session_ends(ids)
         why = {True: None, False: "it is not over: send it when its trajectory has come", None: UNKNOWN}
         found = {each: why[over.get(each)] for each in ids}

@@ -24,9 +24,7 @@ def check_fork(spec: TaskSpec, fork: ForkSpec, parent: ForkParent | None) -> For
     """
     whose = f"fork.session {fork.session!r}"
     if parent is None:
-        raise Refused(
-            f"{whose} is not in this node's journal: it is unknown here, or was pruned", path="$.fork.session"
-        )
+        raise Refused(f"{whose} is not in the log: it is unknown here, or was pruned", path="$.fork.session")
     if parent.spec is None or not parent.spec.instruction:
         raise Refused(
             f"{whose} has no task that it can be forked by: it is a capture, or its task's row is damaged",

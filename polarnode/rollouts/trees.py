@@ -69,7 +69,7 @@ async def _state(
     await services.insist_here(whole)
     parent = await services.fork_parent(whole)
     if parent is None:
-        return f"its root, session {root.session_id}, is not in this node's journal"
+        return f"its root, session {root.session_id}, is not in the log"
     among = None
     if by == "resume":
         listed = await trio.to_thread.run_sync(list_snapshots, services.log_dir, root.session_id)

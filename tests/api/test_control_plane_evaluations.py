@@ -53,7 +53,7 @@ async def test_what_is_wrong_with_a_request_is_one_sentence(tmp_path: Path) -> N
             ({"sessions": ["x"], "session": 1}, "$.session", "session is not a known field"),
             ({"sessions": ["x"] * 10_001}, "$.sessions", "must be at most 10000, not 10001"),
             ({"task_id": "t", "reason": "x" * 8001}, "$.reason", "must be at most 8000 characters long"),
-            ({"task_id": "t"}, "$.task_id", "t has 0 sessions in this journal"),
+            ({"task_id": "t"}, "$.task_id", "t has 0 sessions in the log"),
             (
                 {"task_id": "t", "evaluator": {"name": "nobody"}},
                 "$.evaluator.name",

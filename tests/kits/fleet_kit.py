@@ -102,7 +102,8 @@ def fleet_here(thread: Any, folder: Path, *, nodes: int, token: str | None = Non
     `client_kit.here` is open.
     """
     cluster = thread.stack.enter_context(running_cluster())
-    settings = {"log": cluster.database()}
+    # slots for so few sessions that one node alone does not take all of a test's
+    settings = {"log": cluster.database(), "run_limit": 4, "ready_limit": 1}
     processes = thread.open(hollow_nodes(folder, nodes, token=token, settings=settings))
     return str(processes[0].url)
 

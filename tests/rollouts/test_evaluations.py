@@ -199,7 +199,7 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
         assert states[kept.session_id] == ("evaluated", None)
         assert states["gone"] == (
             "refused",
-            "it is not in this node's journal: it never was, or retention has pruned it",
+            "it is not in the log: it never was, or retention has pruned it",
         )
         assert states[running] == ("refused", "it is not over: send it when its trajectory has come")
         state, error = states[bare.session_id]
@@ -222,7 +222,7 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
                 EvaluationSpec(sessions=("gone", "lost")),
                 "no session can be evaluated; gone: it is not in this",
             ),
-            (EvaluationSpec(task_id="none"), "none has 0 sessions in this journal"),
+            (EvaluationSpec(task_id="none"), "none has 0 sessions in the log"),
             (
                 EvaluationSpec(task_id="a", evaluator=EvaluatorSpec(name="nobody")),
                 "no evaluator is called nobody",

@@ -136,7 +136,7 @@ async def test_a_parent_that_is_gone_when_its_fork_begins_ends_it_for_good(tmp_p
     assert found.outcome == Outcome(
         status="error",
         boundary="fork",
-        reason="fork.session 'nobody' is not in this node's journal: it is unknown here, or was pruned",
+        reason="fork.session 'nobody' is not in the log: it is unknown here, or was pruned",
     )
     assert (found.attempt, found.retried_as, found.turns) == (0, None, ())
 
