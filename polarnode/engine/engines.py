@@ -273,8 +273,8 @@ class Engines:
 
     @property
     def ranks(self) -> int:
-        """GPUs of each host; 1 on a CPU."""
-        return self._hosts[0].ranks
+        """GPUs of each host; 1 on a CPU, 0 without any host."""
+        return self._hosts[0].ranks if self._hosts else 0
 
     @property
     def restarts(self) -> tuple[int, ...]:
