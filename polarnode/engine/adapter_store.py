@@ -49,7 +49,7 @@ from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import AdapterOrder, DiskSource, Served
 from polarnode.engine.weights import WRITTEN_S, Weights, plain_of, served_of
 from polarnode.journal.entries import is_deleted
-from polarnode.journal.log.port import LogWeights
+from polarnode.journal.log.port import LogAway, LogWeights
 from polarnode.support.bounded import private_opener
 
 # a part of a path on every disk, of a URL, and a name in the engine
@@ -106,6 +106,8 @@ class AdapterStore:
                 await self.update(
                     AdapterOrder(name=name, version=f"{name}-{digest[:12] or 'start'}", source=source)
                 )
+            except LogAway:
+                raise
             except PolarnodeError as error:
                 versions = self.weights.engines.adapters.versions(name)
                 if not versions or not isinstance(error, Conflict):

@@ -46,6 +46,7 @@ from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeFacts
 from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
@@ -203,7 +204,8 @@ async def open_node(
         open_callbacks(log, formats=formats, receivers=_receivers(config)) as callbacks,
     ):
         config, model = await _with_model(config, report)
-        loaded, warning = await weights_to_begin_with(config, log, model.name, report)
+        begin_with = partial(weights_to_begin_with, config, log, model.name, report)
+        loaded, warning = await answered(begin_with, meanwhile="the node waits to start")
         async with (
             _open_engines(engine_settings(config, state, model), loaded, report) as engines,
             _open_scoring(config, state, model, engines, callbacks.own_ports, report) as scoring,
@@ -219,7 +221,9 @@ async def open_node(
             _open_runtimes(config) as runtimes,
         ):
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
-            adapters = await _restored(config, weights, report)
+            adapters = await answered(
+                partial(_restored, config, weights, report), meanwhile="the node waits to start"
+            )
             images = images or Images(settings=runtimes.settings, log=state / "images.log", report=report)
             served = _served(engines, model)
             plane = _plane(config, served)
@@ -245,7 +249,8 @@ async def open_node(
                         _open_evaluations(config, journal, scheduler) as evaluations,
                         open_captures(config, journal, scheduler, served, plane.recordings) as captures,
                     ):
-                        await adapters.serve_from_start(config.adapters, report)
+                        serve = partial(adapters.serve_from_start, config.adapters, report)
+                        await answered(serve, meanwhile="the node waits to start")
                         node = Node(
                             config=config,
                             journal=journal,

@@ -14,18 +14,16 @@ from typing import Final, TypeVar
 import trio
 from attrs import define, field
 
-from polarnode.core.backoff import Backoff
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.held import HeldResult, HeldResults
-from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log, LogAway, ended_session
+from polarnode.journal.log.patience import answered
+from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log, ended_session
 from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# before the log is asked again: a failover takes some seconds, and only trainers wait for these results
-PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
 AT_ONCE: Final = 8  # results on their way: one large body holds up no other
 SWEEP_S: Final = 60.0  # between looks at what was acknowledged long ago
 LAST_S: Final = 10.0  # for the log to answer when the node stops: what it does not take, the next start tells
@@ -231,15 +229,7 @@ class Results:
 
     async def told(self, tell: Callable[[], Awaitable[T]]) -> T:
         """The log's answer, however long it is away."""
-        tries = 0
-        while True:
-            try:
-                return await tell()
-            except LogAway as away:
-                if not tries:
-                    logger.warning("%s; results wait here", away)
-                await trio.sleep(PAUSES.delay(tries))
-                tries += 1
+        return await answered(tell, meanwhile="results wait here")
 
     def _note(self) -> None:
         changed, self._changed = self._changed, trio.Event()

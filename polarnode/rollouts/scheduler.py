@@ -19,7 +19,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.containers.pool import Demand
 from polarnode.core.errors import Refused
-from polarnode.core.labels import every_label
+from polarnode.core.labels import every_label, label_texts, unmet
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import CAPTURE, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -159,7 +159,10 @@ class Scheduler:
         callback_kinds: Sequence[str] = (),
     ) -> tuple[str, tuple[str, ...]]:
         """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused."""
-        self.check(spec)
+        if self.log.shared and (self.most_claimed == 0 or self._unmet(spec) is not None):
+            await self._check_elsewhere(spec)
+        else:
+            self.check(spec)
         task_id = spec.task_id or f"task-{new_id()}"
         record = await self.log.submit(
             spec,
@@ -170,6 +173,24 @@ class Scheduler:
             submitted=self.now(),
         )
         return record.task_id, tuple(session.session_id for session in record.sessions)
+
+    def _unmet(self, spec: TaskSpec) -> str | None:
+        here = self.services.identity
+        return unmet(spec.requires, every_label(here.labels, node=here.node, model=here.model))
+
+    async def _check_elsewhere(self, spec: TaskSpec) -> None:
+        """Raise Refused for a task that other nodes are to run, where none has the labels that it requires.
+        What else it needs is checked by the node that begins it.
+        """
+        rows = await self.log.nodes()
+        if self._unmet(spec) is None or any(unmet(spec.requires, row.facts.labels) is None for row in rows):
+            return
+        there = "; ".join(f"{row.facts.name} has {label_texts(row.facts.labels)}" for row in rows)
+        raise Refused(
+            f"no node of this log has the labels that requires names: {there}; correct requires, or start a"
+            " node that has them",
+            path="$.requires",
+        )
 
     async def cancel(self, task_id: str) -> bool:
         """Cancel a task's sessions, wherever they run. Each keeps its turns, and none is retried, even after
@@ -479,7 +500,8 @@ class Scheduler:
         policy = claim.spec.group
         self.services.tally.place(member_of(policy, ended.facts))
         if answer == "last" and claim.spec.harness.name != CAPTURE:  # whose groups nobody asked for
-            facts = await self.log.places_over(claim.task_id)
+            over = partial(self.log.places_over, claim.task_id)
+            facts = await self.registry.results.told(over)
             group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
             self.services.tally.groups[group.state] += 1
 
