@@ -1,5 +1,5 @@
-"""`polarnode fleet --local 3` with real containers: nodes are killed while sessions run, every place of every
-group is filled once, and a front that is killed leaves no node behind.
+"""`polarnode fleet --local 3` with real containers and a real PostgreSQL: nodes are killed while sessions run, every
+place of every group is filled once, and a command that is killed leaves no node behind.
 """
 
 import json
@@ -9,17 +9,16 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fleet_kit import Reader
+from postgres_kit import running_cluster
 from recovery_kit import (
     PATIENCE_S,
     PROGRAM,
     SETTINGS,
     TOKEN,
     Place,
-    free_port,
     place_at,
     podman,
     short_temporary,
@@ -34,77 +33,88 @@ NODES, TASKS, SAMPLES = 3, 4, 2
 
 
 @contextmanager
-def local_fleet(place: Place, folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", PolarnodeClient]]:
-    """A front with nodes of this machine, which all take tasks."""
-    port = free_port()
+def local_fleet(place: Place, folder: Path, dsn: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """The command that keeps nodes on this machine, once all of them take tasks."""
     argv = [*PROGRAM, "fleet", "--local", str(NODES), "--cpu", "--config", str(folder / "node.toml")]
+    environment = {"POLARNODE_TOKEN": TOKEN, "POLARNODE_LOG": dsn, "TMPDIR": str(place.temporary)}
     with (folder / "said.txt").open("wb") as said:
-        front = subprocess.Popen(
-            [*argv, "--port", str(port), "--state-dir", str(folder / "fleet")],
-            env={**os.environ, "POLARNODE_TOKEN": TOKEN, "TMPDIR": str(place.temporary)},
+        command = subprocess.Popen(
+            [*argv, "--state-dir", str(folder / "fleet")],
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
             start_new_session=True,
         )
-    client = PolarnodeClient(f"http://127.0.0.1:{port}", token=TOKEN, patience_s=PATIENCE_S)
 
     def all_up() -> bool:
-        assert front.poll() is None, (folder / "said.txt").read_text()[-3000:]
-        with suppress(Unreachable):
-            return [node["state"] for node in client.status()["nodes"]] == ["up"] * NODES
-        return False
+        assert command.poll() is None, (folder / "said.txt").read_text()[-3000:]
+        return len(nodes_in(folder)) == NODES and all(map(is_ready, nodes_in(folder).values()))
 
     try:
         until(all_up, "every node takes tasks")
-        yield front, client
+        yield command
     finally:
-        if front.poll() is None:
-            front.send_signal(signal.SIGTERM)
+        if command.poll() is None:
+            command.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                front.wait(PATIENCE_S)
-        front.kill()
-        front.wait()
+                command.wait(PATIENCE_S)
+        command.kill()
+        command.wait()
         for pid in nodes_in(folder):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def nodes_in(folder: Path) -> dict[int, str]:
-    """The nodes' processes that were started below a folder, and their names."""
+def nodes_in(folder: Path) -> dict[int, int]:
+    """The nodes' processes that were started below a folder, and their ports."""
     found = {}
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             argv = each.read_bytes().decode().split("\0")
             state = argv[argv.index("--state-dir") + 1] if "--state-dir" in argv else ""
-            if "polarnode.cli" in argv and state.startswith(str(folder / "fleet" / "nodes")):
-                found[int(each.parent.name)] = Path(state).name
+            if "polarnode.cli" in argv and "--port" in argv and state.startswith(str(folder / "fleet")):
+                found[int(each.parent.name)] = int(argv[argv.index("--port") + 1])
     return found
 
 
-def busy_node(client: PolarnodeClient) -> str:
-    """The name of the node that has most sessions."""
-    nodes: list[dict[str, Any]] = client.status()["nodes"]
-    return str(max(nodes, key=lambda node: node["report"].get("load", {}).get("live", 0))["name"])
+def client_at(port: int, patience_s: float = PATIENCE_S) -> PolarnodeClient:
+    return PolarnodeClient(f"http://127.0.0.1:{port}", token=TOKEN, patience_s=patience_s)
 
 
-def test_nodes_and_the_front_are_killed_with_containers_running(podman_works: None, tmp_path: Path) -> None:
-    with short_temporary() as temporary:
+def live_at(port: int) -> int:
+    """How many sessions a node runs; -1 where it does not answer."""
+    with suppress(Unreachable):
+        return int(client_at(port, 0.1).status()["scheduler"]["live"])
+    return -1
+
+
+def is_ready(port: int) -> bool:
+    with suppress(Unreachable):
+        status = client_at(port, 0.1).status()
+        return "engine" in status and any(host["state"] == "ready" for host in status["engine"]["hosts"])
+    return False
+
+
+def test_nodes_are_killed_with_containers_running(podman_works: None, tmp_path: Path) -> None:
+    with short_temporary() as temporary, running_cluster() as cluster:
         place = place_at(tmp_path, temporary, settings=SETTINGS)
-        with local_fleet(place, tmp_path) as (front, client):
+        with local_fleet(place, tmp_path, cluster.database()) as command:
+            asked, *others = nodes_in(tmp_path).values()
+            client = client_at(asked)
             tasks = {f"task-{number}": SAMPLES for number in range(TASKS)}
             tree = {"fork": {"at": [2], "per_session": 1}}
             for task_id, samples in tasks.items():
                 task = place.task(retries=10, num_samples=samples, turns=4, begin="the same way")
                 client.submit(task | {"task_id": task_id, "group": tree if task_id == "task-0" else {}})
-            reader, killed = Reader(), set[str]()
+            reader, killed = Reader(), set[int]()
             for event in client.trajectories(consumer="trainer", ack=True):
                 reader.add(event.kind, event.key, event.data)
                 if event.kind == "trajectory" and len(killed) < 2:
-                    name = busy_node(client)
-                    for pid in [pid for pid, each in nodes_in(tmp_path).items() if each == name]:
-                        os.kill(pid, signal.SIGKILL)  # the second one may be starting again
-                        killed.add(name)
+                    busy = max(others, key=live_at)
+                    for pid in [pid for pid, port in nodes_in(tmp_path).items() if port == busy]:
+                        os.kill(pid, signal.SIGKILL)  # it may be starting again
+                        killed.add(busy)
                 if all(f"group:{task_id}" in reader.events for task_id in tasks):
                     break
             assert killed
@@ -113,8 +123,8 @@ def test_nodes_and_the_front_are_killed_with_containers_running(podman_works: No
             began = client.trajectory(fork).forked_from
             assert began is not None
             assert (began.session_id, began.turn, began.got) == (root, 2, 2)
-            front.kill()
-            front.wait()
-            until(lambda: not nodes_in(tmp_path), "the nodes end without their front")
+            command.kill()
+            command.wait()
+            until(lambda: not nodes_in(tmp_path), "the nodes end without who keeps them")
         left = json.loads(podman("ps", "--all", "--format", "json"))
         assert [each["Id"] for each in left if place.mark in json.dumps(each)] == []
