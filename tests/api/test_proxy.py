@@ -7,6 +7,7 @@ from pathlib import Path
 from ssl import PEM_cert_to_DER_cert
 from typing import Any
 
+import h11
 import pytest
 import trio
 from attrs import define, field
@@ -14,8 +15,10 @@ from control_plane_parts import Answer, Caller
 from fakes_runtime import Call
 from hollow_node import _record, open_hollow
 from postgres_kit import Cluster, free_port, running_cluster
+from quart import Response
 from tls_kit import Authority
 
+from polarnode.api.app import control_plane
 from polarnode.api.proxy import PASSED_TO, NodeGone, PassingRoutes, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Unreachable
@@ -350,3 +353,26 @@ async def test_which_node_takes_it(requires: dict[str, str], engines: bool, foun
     async with open_others(log, name="a", token=None) as others:
         row = await PassingRoutes(others)._able(requires, engines=engines)
         assert (None if row is None else row.incarnation) == found
+
+
+async def test_an_answer_that_breaks_off_is_cut(tmp_path: Path) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        # it returns without the last piece: the connection is cut
+
+    served: Any = app
+    async with open_server(served, Address(host="127.0.0.1", port=0)) as address:
+        there = row("b", 2, url=f"http://127.0.0.1:{address.port}")
+        log: Any = NodesOnly(there, (row("a", 1), there))
+
+        async def nothing(session_id: str) -> Response:
+            raise AssertionError(session_id)
+
+        async with open_others(log, name="a", token=None) as others:
+            route = ("GET", "/v1/sessions/<session_id>/artifacts", nothing)
+            plane = control_plane(PassingRoutes(others).rows([route]), token=None)
+            async with open_server(plane, Address(host="127.0.0.1", port=0)) as mine:
+                caller = Caller(url=f"http://127.0.0.1:{mine.port}")
+                with pytest.raises(h11.RemoteProtocolError):
+                    await caller.get("/v1/sessions/s/artifacts")
