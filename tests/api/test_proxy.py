@@ -1,13 +1,18 @@
 """Live things of a session that runs at another node: two hollow nodes with real control planes on one PostgreSQL."""
 
+import json
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from ssl import PEM_cert_to_DER_cert
+from subprocess import PIPE
 from typing import Any
 
 import h11
+import hollow_node
 import pytest
 import trio
 from attrs import define, field
@@ -376,3 +381,47 @@ async def test_an_answer_that_breaks_off_is_cut(tmp_path: Path) -> None:
                 caller = Caller(url=f"http://127.0.0.1:{mine.port}")
                 with pytest.raises(h11.RemoteProtocolError):
                     await caller.get("/v1/sessions/s/artifacts")
+
+
+@asynccontextmanager
+async def process(folder: Path, dsn: str) -> AsyncIterator[tuple[trio.Process, Caller]]:
+    """Hollow node `b` in a process of its own, which a test may kill."""
+    program, port = Path(hollow_node.__file__), free_port()
+    command = [sys.executable, str(program), "--folder", str(folder / "b"), "--ports", str(port)]
+    command += ["--token", "secret", "--settings", json.dumps({"log": dsn})]
+    async with trio.open_nursery() as nursery:
+        start = partial(trio.run_process, command, stdin=PIPE, stdout=PIPE, check=False, cwd=program.parent)
+        found: trio.Process = await nursery.start(start)
+        caller = Caller(url=f"http://127.0.0.1:{port}")
+        assert found.stdout is not None
+        with trio.fail_after(60):
+            assert b'"b"' in await found.stdout.receive_some()
+        try:
+            yield found, caller
+        finally:
+            found.kill()
+
+
+async def test_a_killed_node_is_silent_then_gone(tmp_path: Path, cluster: Cluster) -> None:
+    dsn = cluster.database()
+    async with (
+        open_hollow(settings(tmp_path, "a", dsn)) as (_, address),
+        process(tmp_path, dsn) as (killed, b),
+    ):
+        a = Caller(url=f"http://127.0.0.1:{address.port}")
+        harness = {"name": "shell", "command": ["hollow", "600", "1"]}
+        body = {"instruction": "x", "harness": harness, "requires": {"node": "b"}}
+        session = (await b.post("/v1/tasks", body)).json()["session_ids"][0]
+
+        async def look() -> Answer:
+            return await a.get(f"/v1/sessions/{session}/log")
+
+        await until(look, lambda answer: answer.status == 200)
+        killed.kill()
+        await killed.wait()
+        silent = await look()
+        assert (silent.status, silent.headers.get("retry-after")) == (503, "5"), silent.text
+        gone = await until(look, lambda answer: answer.status == 404)
+        assert "its node is gone; its place runs elsewhere" in error(gone)
+        live = await a.get("/v1/sessions/live", follow="false")
+        assert '"node":"b"' not in live.text
