@@ -1,4 +1,5 @@
-"""Three machines as three network namespaces: the commands of docs/fleet.md, word for word, with hollow nodes.
+"""Three machines as three network namespaces: the command of docs/fleet.md, word for word, with hollow nodes. Their
+PostgreSQL is reached by its socket, which no namespace hides.
 
 One switch in a namespace of its own joins them, so that nothing of it touches this machine's network.
 """
@@ -20,7 +21,9 @@ from typing import Any
 import pytest
 from attrs import define, field
 from fleet_kit import hollow_task
+from postgres_kit import Cluster, running_cluster
 
+TOKEN = "a-token-of-all"
 ROOT = Path(__file__).parents[2]
 KITS = ROOT / "tests/kits"
 WAIT_S = 120.0  # for anything to happen, on two busy cores
@@ -54,7 +57,7 @@ def can_make_namespaces() -> bool:
 
 def documented(begin: str) -> str:
     """The line of docs/fleet.md's section that begins so."""
-    section = (ROOT / "docs/fleet.md").read_text().partition("## Three machines")[2].partition("\n## ")[0]
+    section = (ROOT / "docs/fleet.md").read_text().partition("## Two machines")[2].partition("\n## ")[0]
     (line,) = [each for each in section.splitlines() if each.startswith(begin)]
     return line
 
@@ -77,6 +80,9 @@ class FakeMachine:
             "POLARNODE_MEMORY_RESERVE_MB": "1",
             "POLARNODE_DISK_RESERVE_MB": "1",
             "POLARNODE_PODMAN_DIR": str(self.folder / "podman"),
+            "POLARNODE_NODE_ID": self.folder.name,  # namespaces share this machine's host name
+            "POLARNODE_TOKEN": TOKEN,
+            "HOME": str(self.folder),
         }
 
     def start(self, line: str) -> "subprocess.Popen[bytes]":
@@ -175,67 +181,56 @@ def machines(tmp_path: Path) -> Iterator[list[FakeMachine]]:
         yield found
 
 
-def test_a_newcomers_three_machines_are_a_fleet_over_tls(machines: list[FakeMachine]) -> None:
-    front, *nodes = machines
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as found:
+        yield found
+
+
+def test_newcomers_machines_are_a_fleet(machines: list[FakeMachine], cluster: Cluster) -> None:
+    dsn = f"{cluster.database(())} password=very-secret"
     begun = time.monotonic()
 
-    def start_front(state: str = "") -> tuple[str, dict[str, str]]:
-        """The line for GPU hosts, and a trainer's environment, as they are printed."""
-        front.start(documented("polarnode fleet --host") + state)
-        until(lambda: "POLARNODE_URL=" in front.printed, machines)
-        (join,) = re.findall(r"POLARNODE_JOIN=(\S+) polarnode", front.printed)
-        (url,) = re.findall(r"POLARNODE_URL='(\S+)'", front.printed)
-        folder = front.folder / (state.partition(" --state-dir ")[2] or ".polarnode-fleet")
-        token = (folder / "token").read_text().strip()
-        return documented("POLARNODE_JOIN=").replace("pnj1.…", join), {
-            "POLARNODE_URL": url,
-            "POLARNODE_TOKEN": token,
-        }
+    def start(machine: FakeMachine) -> str:
+        """Start its node; the address that it prints for trainers."""
+        (machine.folder / "log.dsn").write_text(dsn + "\n")
+        line = documented("polarnode --gpus 0-7")
+        machine.start(line.replace("10.0.0.5", f"10.0.0.{machine.name[-1]}"))
+        until(lambda: "POLARNODE_URL=" in machine.printed, machines)
+        (url,) = re.findall(r"POLARNODE_URL='(\S+)'", machine.printed)
+        return str(url)
 
-    def up(count: int) -> bool:
-        found = front.ask(STATUS, trainer["POLARNODE_URL"], **trainer)
-        return sum(each["state"] == "up" for each in found.get("nodes", ())) == count
+    def alive(url: str) -> set[str]:
+        found = machines[0].ask(STATUS, url, POLARNODE_TOKEN=TOKEN)
+        return {each["name"] for each in found.get("nodes", ()) if each["state"] == "alive"}
 
-    line, trainer = start_front()
-    for node in nodes:
-        node.start(line)
-    until(lambda: up(2), machines)
-    print(f"a fleet of two nodes after {time.monotonic() - begun:.0f} s")
-    task = json.dumps(hollow_task(samples=4, seconds=0.2))
-    assert front.ask(TRAINER, task, **trainer) == ["completed"] * 4
-    listed = (front.folder / ".polarnode-fleet/joined.txt").read_text().split()
-    assert {each.partition("#")[0] for each in listed} == {"https://10.0.0.2:8080", "https://10.0.0.3:8080"}
-    assert all(len(each.partition("#")[2]) == 64 for each in listed)
+    urls = [start(machine) for machine in machines]
+    assert [url.partition("#")[0] for url in urls] == [f"https://10.0.0.{n}:8080" for n in (1, 2, 3)]
+    assert all(len(url.partition("#")[2]) == 64 for url in urls)
+    until(lambda: alive(urls[0]) == {"m1", "m2", "m3"}, machines)
+    print(f"a fleet of three nodes after {time.monotonic() - begun:.0f} s")
+    task = json.dumps(hollow_task(samples=6, seconds=0.2))
+    for url in urls:  # any node's address
+        found = machines[0].ask(TRAINER, task, POLARNODE_URL=url, POLARNODE_TOKEN=TOKEN)
+        assert found == ["completed"] * 6
 
-    # a node's restart
-    nodes[0].end()
-    until(lambda: up(1), machines)
-    nodes[0].start(line)
-    until(lambda: up(2), machines)
+    # a node dies: the others see it, run what there is, and it comes back
+    machines[1].end()
+    until(lambda: alive(urls[0]) == {"m1", "m3"}, machines)
+    found = machines[0].ask(TRAINER, task, POLARNODE_URL=urls[2], POLARNODE_TOKEN=TOKEN)
+    assert found == ["completed"] * 6
+    assert start(machines[1]) == urls[1], "its certificate is the same"
+    until(lambda: alive(urls[0]) == {"m1", "m2", "m3"}, machines)
 
-    # another certificate at the front's address: nobody sends it a token
-    front.end()
-    right = trainer
-    start_front(" --state-dir impostor")
-    assert "shows another certificate" in front.ask(STATUS, right["POLARNODE_URL"], **right)["error"]
-    for node in nodes:
-        log = node.folder / ".polarnode/node.log"
-        until(lambda log=log: "shows another certificate" in log.read_text(), machines)  # type: ignore[misc]
-        own = next(each for each in listed if each.startswith(f"https://10.0.0.{nodes.index(node) + 2}:"))
-        joined = node.ask(STATUS, own, **right)["join"]
-        assert (joined["front"], joined["joined"]) == ("https://10.0.0.1:8080", False)
-        assert "another certificate" in joined["problem"]
-    assert (front.folder / "impostor/joined.txt").read_text() == ""
+    # another certificate at its address: nobody sends it a token
+    machines[1].end()
+    for name in ("tls.crt", "tls.key"):
+        (machines[1].folder / ".polarnode" / name).unlink()
+    assert start(machines[1]) != urls[1]
+    refused = machines[0].ask(STATUS, urls[1], POLARNODE_TOKEN=TOKEN)["error"]
+    assert "shows another certificate" in refused
 
-    # the front's restart
-    front.end()
-    again, trainer = start_front()
-    assert (again, trainer) == (line, right), "its certificate and its token are the same"
-    until(lambda: up(2), machines)
-    assert front.ask(TRAINER, task, **trainer) == ["completed"] * 4
-
-    secret = [right["POLARNODE_TOKEN"], re.findall(r"pnj1\.\S+", line)[0]]
-    for node in nodes:
-        kept = node.printed + (node.folder / ".polarnode/node.log").read_text()
-        assert not any(each in kept for each in secret)
-    assert secret[0] not in (front.folder / ".polarnode-fleet/node.log").read_text()
+    for machine in machines:
+        kept = machine.printed + (machine.folder / ".polarnode/node.log").read_text()
+        assert "very-secret" not in kept
+        assert TOKEN not in kept
