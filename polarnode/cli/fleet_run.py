@@ -204,9 +204,11 @@ def stop_ray(address: str, state: Path) -> int:
 def status(url: str, token: str | None, *, as_json: bool) -> None:
     """Print the nodes of the log of the node at `url`. ConfigError where it has a log of its own."""
     answer: dict[str, Any] = trio.run(_asked, url, token, "GET", "/v1/status", None)
-    nodes = answer.get("nodes")
-    if nodes is None:
+    if "nodes" not in answer:
         raise ConfigError(f"{url} is a node alone: nodes that share a log are started with --log")
+    nodes = answer["nodes"]
+    if nodes is None:
+        raise ConfigError(f"{url} cannot reach its log now, so it does not know the other nodes: try again")
     if as_json:
         print(dump_json({"nodes": nodes}).decode())
         return

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +69,19 @@ def test_status_of_a_node_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="is a node alone"):
         fleet_run.status("http://h:1", None, as_json=False)
 
+    async def away(*_: object) -> dict[str, Any]:
+        return {"node": "n", "nodes": None}
+
+    monkeypatch.setattr(fleet_run, "_asked", away)
+    with pytest.raises(ConfigError, match="cannot reach its log now"):
+        fleet_run.status("http://h:1", None, as_json=False)
+
+
+def _fleet(*arguments: str) -> str:
+    found = CliRunner().invoke(main, ["fleet", *arguments])
+    assert found.exit_code == 0, found.output
+    return found.output
+
 
 def _ask(url: str) -> Any:
     try:
@@ -119,6 +133,13 @@ def test_local_nodes_share_a_log(tmp_path: Path) -> None:
             assert rows
             for url in urls:
                 _until(lambda url=url: (_ask(f"{url}/readyz") or {}).get("ready"), told)
+            name = f"{socket.gethostname()}-1"
+            shown = _fleet("status", "--url", urls[0])
+            assert shown.count(" alive ") == 2, shown
+            assert "takes no new sessions" in _fleet("drain", name, "--url", urls[0])  # by way of the other
+            _until(lambda: " draining " in _fleet("status", "--url", urls[1]), told)
+            assert "takes sessions again" in _fleet("drain", name, "--back", "--url", urls[1])
+            _until(lambda: _fleet("status", "--url", urls[1]).count(" alive ") == 2, told)
             lines = [
                 (path / "cmdline").read_bytes()
                 for path in Path("/proc").iterdir()
