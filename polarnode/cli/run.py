@@ -77,7 +77,9 @@ async def on_own_node(
             report=lambda text: console.print(f"· {text}", style="dim"),
         )
         nursery.start_soon(_build_beside, images, image_names(specs, config))
-        async with open_node(config, report=steps.report, images=images) as node:
+        # a run's journal is its own and holds all of it: whatever log other nodes share, it is not this one's
+        alone = evolve(config, log=None)
+        async with open_node(alone, report=steps.report, images=images) as node:
             steps.end()
             result = await work(node, stop)
         nursery.cancel_scope.cancel()

@@ -120,7 +120,7 @@ def test_progress_is_one_plain_line() -> None:
 
 async def test_images_are_built_beside_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first run waits for the longer of both, not for one after the other."""
-    config = NodeConfig(engine="simulated", state_dir=str(tmp_path))
+    config = NodeConfig(engine="simulated", state_dir=str(tmp_path), log="dbname=shared")
     begun, built = trio.Event(), list[str]()
 
     class Building:
@@ -137,6 +137,7 @@ async def test_images_are_built_beside_the_engine(tmp_path: Path, monkeypatch: p
 
     @asynccontextmanager
     async def engine(config: NodeConfig, *, report: object, images: Building) -> AsyncIterator[Building]:
+        assert config.log is None, "a run is on its own"
         with trio.fail_after(10):
             await begun.wait()
         yield images
