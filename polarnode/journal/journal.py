@@ -22,7 +22,6 @@ from typing import IO, Concatenate, ParamSpec, TypeVar
 import trio
 from attrs import define, field
 
-from polarnode.core.conversation import Json
 from polarnode.core.errors import JournalDamaged, JournalError, Refused, boundary
 from polarnode.core.status import Consumer, SessionRecord
 from polarnode.core.task import ForkSpec, TaskSpec
@@ -38,8 +37,6 @@ from polarnode.journal.entries import (
     session_entry,
     turn_entry,
     weights,
-    weights_changed_entry,
-    weights_entry,
     weights_of,
 )
 from polarnode.journal.forks import EarlierAttempt, ForkParent, earlier_attempts, fork_parent, forks
@@ -111,14 +108,6 @@ class Journal:
     def turn(self, turn: Turn) -> None:
         """Record a finished model call. A second turn with the same index replaces it."""
         self._writer.put(turn_entry(turn), gather=True)
-
-    def weights_served(self, version: str, body: dict[str, Json]) -> None:
-        """Record that these weights are served from now on. Only the first row of a version is kept."""
-        self._writer.put(weights_entry(version, body, now=self.now()))
-
-    def weights_changed(self, version: str, body: dict[str, Json]) -> None:
-        """Record what else became of a version."""
-        self._writer.put(weights_changed_entry(version, body))
 
     def write(self, entry: Entry) -> None:
         """Enqueue an entry that its room made."""

@@ -429,7 +429,7 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
     )
     for table, column in came_with_3 + came_with_4 + came_with_5:
         db.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
-    # the first four with 4, two with 6, the others with 7
+    # the first four with 4, two with 6, the last with 10
     came = (
         "weights",
         "callbacks",
@@ -437,9 +437,7 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
         "marks",
         "evaluations",
         "evaluated",
-        "copies",
-        "commits",
-        "held",
+        "results",
     )
     for table in came:
         db.execute(f"DROP TABLE {table}")

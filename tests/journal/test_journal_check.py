@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from journal_samples import make_identity, make_turn, write_sessions
+from journal_writes import serve_weights
 
 from polarnode.cli.main import main
 from polarnode.core.errors import JournalError
@@ -22,7 +23,7 @@ async def fill(journal: Journal) -> None:
     write_sessions(journal)
     journal.session_started(make_identity("open"))
     journal.turn(make_turn("open"))
-    journal.weights_served("v1", {"version": "v1"})
+    serve_weights(journal, "v1")
     await journal.flushed()
     await journal.acknowledge("trainer", 2)
 

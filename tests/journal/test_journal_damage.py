@@ -14,7 +14,7 @@ import attrs
 import orjson
 import pytest
 from journal_samples import make_identity, make_spec, make_trajectory, make_turn
-from journal_writes import publish_end, submit_task
+from journal_writes import publish_end, serve_weights, submit_task
 
 from polarnode.api.exports import export
 from polarnode.api.query import Query
@@ -305,7 +305,7 @@ async def test_a_lost_outcome_is_an_error_with_the_reason(opened: Open, tmp_path
 async def test_damaged_weights_are_passed_over(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         for version in ("v1", "v2"):
-            journal.weights_served(version, {"version": version})
+            serve_weights(journal, version)
         await journal.flushed()
     change(tmp_path, "UPDATE weights SET body = x'00' WHERE version = 'v2'")
     async with opened() as journal:

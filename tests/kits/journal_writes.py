@@ -47,5 +47,10 @@ def cancel_task(journal: Journal, task_id: str) -> None:
     journal.write(entries.cancel_entry(task_id, now=journal.now()))
 
 
+def serve_weights(journal: Journal, version: str) -> None:
+    """A version of the weights, served from now on."""
+    journal.write(entries.weights_entry(version, {"version": version}, now=journal.now()))
+
+
 def _ended(journal: Journal, trajectory: Trajectory) -> Ended:
     return ended_session(evolve(trajectory, turns=()), finished=journal.now())
