@@ -16,6 +16,7 @@ from journal_samples import make_spec
 from log_kit import claim, end, join, open_postgres
 from postgres_kit import Cluster, running_cluster
 
+from polarnode.client import PolarnodeClient
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.tasks import task_json
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts
@@ -109,6 +110,31 @@ async def test_acknowledgement_counts_everywhere(cluster: Cluster, tmp_path: Pat
             assert await stream.rest() == ["group:t", "task:t"]
         async with two.stream(after=2, follow="false") as stream:
             assert await stream.rest() == ["task:t"], "a bare number is one of the log as it is now"
+
+
+async def test_client_goes_on_at_another_node(cluster: Cluster, tmp_path: Path) -> None:
+    def read(caller: Caller) -> list[tuple[str, str]]:
+        client = PolarnodeClient(caller.url, token=caller.token)
+        events = client.trajectories(consumer="c", ack=True, follow=False)
+        return [(each.key, each.id) for each in events]
+
+    def acknowledge(caller: Caller, position: int | str) -> int | str:
+        return PolarnodeClient(caller.url, token=caller.token).acknowledge("c", position)
+
+    async with open_planes(cluster.database(), tmp_path) as ((first, one), (_, two)):
+        log = first.service.log
+        node, name = await join(log), await log.identity()
+        await run_task(log, node, "a")
+        found = await trio.to_thread.run_sync(read, one)
+        assert found == [("trajectory:a-0", f"{name}:1"), ("group:a", f"{name}:2"), ("task:a", f"{name}:3")]
+        await run_task(log, node, "b")
+        assert [key for key, _ in await trio.to_thread.run_sync(read, two)] == [
+            "trajectory:b-0",
+            "group:b",
+            "task:b",
+        ]
+        for position in (f"{name}:5", 5):
+            assert await trio.to_thread.run_sync(acknowledge, one, position) == f"{name}:6", "never back"
 
 
 async def test_reads_at_another_node(cluster: Cluster, tmp_path: Path) -> None:
