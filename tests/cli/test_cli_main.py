@@ -35,6 +35,7 @@ VERBS = (
     "replay",
     "merge",
     "gym-agent",
+    "migrate",
     "doctor",
     "serve",
     "status",
