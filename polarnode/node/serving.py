@@ -26,7 +26,7 @@ from polarnode.api.weight_files import WeightFiles
 from polarnode.api.weight_nodes import ModelNodes, WeightNodeRoutes
 from polarnode.http.asgi import BrowserGuard, RouteRow
 from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
-from polarnode.integrations.polar.extension import polar_extension
+from polarnode.integrations.polar.extension import POLAR_OF_SESSION, polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.integrations.sglang_nodes import SglangNodes
 from polarnode.node.node import Node, control_certificate
@@ -64,7 +64,9 @@ async def _served(node: Node, others: OtherNodes, listener: socket | None) -> As
         memory_saver=config.memory_saver != "off",
     )
     sglang = evolve(sglang, rows=tuple(SglangNodes(nodes).rows(sglang.rows)))
-    app = control_plane(rows, token=config.token, guard=guard, extensions=(polar_extension(node), sglang))
+    polar = polar_extension(node)
+    polar = evolve(polar, rows=tuple(PassingRoutes(others).rows(polar.rows, POLAR_OF_SESSION)))
+    app = control_plane(rows, token=config.token, guard=guard, extensions=(polar, sglang))
     where, certificate = Address(host=config.host, port=config.port), control_certificate(config)
     served = open_server(app, listener or where, connections=CONTROL_CONNECTIONS, certificate=certificate)
     async with open_background(history.run), served as address:

@@ -425,3 +425,18 @@ async def test_a_killed_node_is_silent_then_gone(tmp_path: Path, cluster: Cluste
         assert "its node is gone; its place runs elsewhere" in error(gone)
         live = await a.get("/v1/sessions/live", follow="false")
         assert '"node":"b"' not in live.text
+
+
+async def test_polar_ends_one_session_of_two(tmp_path: Path, cluster: Cluster) -> None:
+    async with two_nodes(tmp_path, cluster.database()) as two:
+        session = await two.running(num_samples=2)
+        assert len((await two.a.get(f"/sessions/{session}/completions")).json()["completions"]) == 1
+        assert (await two.a.call("DELETE", f"/sessions/{session}")).json()["deleted"]
+
+        async def over() -> Any:
+            return (await two.a.get(f"/v1/sessions/{session}")).json()["session"]
+
+        found = await until(over, lambda found: found["outcome"] is not None)
+        assert found["status"] == "cancelled"
+        task = (await two.a.get(f"/v1/tasks/{found['task_id']}")).json()
+        assert task["counts"] == {"cancelled": 1, "pending": 1}

@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from polarnode.api.app import Extension
 from polarnode.api.callbacks import CallbackFormat
 from polarnode.api.openapi_shapes import Operation, Refusal, Where
+from polarnode.api.proxy import Asked
 from polarnode.api.service import Service
 from polarnode.core.codec.schema import Schema
 from polarnode.integrations.polar.answers import (
@@ -51,6 +52,14 @@ _LIMIT: Final[Mapping[str, Schema]] = {
     "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": 1000}}
 }
 _VERSION: Final[Mapping[str, Schema]] = {"version": {"schema": {"type": "integer", "minimum": 0}}}
+
+# asked of the node that has the session, where nodes share a log; a session that its sender named is found by
+# its task, whose places any node cancels
+POLAR_OF_SESSION: Final[Mapping[Where, Asked]] = {
+    ("GET", "/sessions/<session_id>"): "live",
+    ("GET", "/sessions/<session_id>/completions"): "live",
+    ("DELETE", "/sessions/<session_id>"): "live",
+}
 
 _PLAIN: Final[Mapping[Where, Operation]] = {
     ("POST", "/rollout/task/submit"): Operation(
