@@ -650,6 +650,32 @@ async def test_version_found_by_name(log: Log) -> None:
     assert await log.weights_of("v2") is None
 
 
+async def test_latest_of_each_adapter(log: Log) -> None:
+    await join(log)
+    for version, adapter in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("a3", "a")):
+        body: dict[str, Any] = {"source": {"kind": "adapter", "adapter": adapter}}
+        await log.add_weights(version, body, shared=True, at=NOW)
+    await log.add_weights("v1", {}, shared=True, at=NOW)
+    latest = await log.weights(adapters=True, latest=True)
+    assert [each.version for each in latest] == ["a3", "b1"]
+    assert [each.version for each in await log.weights(adapters=True)] == ["a3", "a2", "b1", "a1"]
+    assert [each.version for each in await log.weights(latest=True)] == ["v1"]
+
+
+async def test_current_is_among_latest(shared: Log) -> None:
+    """A node loads the version that counts while a newer one has no second copy yet."""
+    await join(shared)
+    await shared.add_weights("v1", {}, shared=True, at=NOW)
+    await shared.serve_weights("v1")
+    for version in ("v2", "v3"):
+        await shared.add_weights(version, {}, at=NOW)
+    latest = await shared.weights(latest=True)
+    assert [(each.version, each.current, each.counted) for each in latest] == [
+        ("v3", False, False),
+        ("v1", True, True),
+    ]
+
+
 async def test_deleted_adapter_not_required(log: Log) -> None:
     node = await join(log)
     body = {"kind": "adapter", "adapter": "a"}
