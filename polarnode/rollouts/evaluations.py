@@ -1,6 +1,6 @@
 """Finished sessions evaluated again, without inference: because a judge was down, or a test was wrong.
 
-An evaluator that reads turns alone needs the journal. One that works in the session's workspace gets it made
+An evaluator that reads turns alone needs the log. One that works in the session's workspace gets it made
 again: a prepared container with the workdir that was kept. Invariants: a later reward is an event of its own
 and changes nothing that was published; a session that was cut off gets no reward, as it got none at first;
 whatever an evaluation comes to is said once, in its status and in an event, so that nobody waits. The

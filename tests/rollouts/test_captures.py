@@ -704,7 +704,8 @@ async def test_a_session_is_sampled_by_its_adapter_needs_it_to_its_end_and_is_as
         open_desk(tmp_path, engines) as desk,
     ):
         registry, adapters = desk.captures.registry, engines.adapters
-        services = evolve(desk.captures.services, adapters=adapters, versions=lambda: ("0", "1", "2"))
+        served = {"": ("0", "1", "2"), "a": ("a-1", "a-2")}
+        services = evolve(desk.captures.services, adapters=adapters, order=lambda name: served[name])
         desk.captures.services = registry.services = services
         await adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
         refused = await desk.caller.post("/v1/capture", {"adapter": "b"})

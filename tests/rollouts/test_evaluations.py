@@ -220,7 +220,7 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
         for spec, sentence in (
             (
                 EvaluationSpec(sessions=("gone", "lost")),
-                "no session can be evaluated; gone: it is not in this",
+                "no session can be evaluated; gone: it is not in the log",
             ),
             (EvaluationSpec(task_id="none"), "none has 0 sessions in the log"),
             (
