@@ -2,16 +2,19 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 import trio.testing
+from attrs import define
 
 from polarnode.cli.serve import _stop_as_orphan
 from polarnode.cli.stopping import StopRequest
 from polarnode.core.errors import ConfigError
+from polarnode.journal.log.port import LogAway
 from polarnode.node.config_sources import read_config
-from polarnode.node.orphan import orphaned
+from polarnode.node.orphan import has_work, orphaned
 from polarnode.support.locks import take_lock
 
 
@@ -67,3 +70,35 @@ async def test_an_orphan_stops_as_at_a_signal(tmp_path: Path, autojump_clock: tr
     await _stop_as_orphan(node, stop, trio.Event())  # type: ignore[arg-type]
     assert stop.requested
     assert 7 <= stopped[0] <= 9
+
+
+@define
+class _Log:
+    """The part of a shared log that says whether a node is needed."""
+
+    open_places: int = 0
+    last_seen: float = 0.0
+    connected: int = 0
+    away: bool = False
+
+    async def consumers(self) -> tuple[Any, ...]:
+        await trio.lowlevel.checkpoint()
+        if self.away:
+            raise LogAway("away")
+        return (SimpleNamespace(connected=self.connected, last_seen=self.last_seen),)
+
+
+@pytest.mark.parametrize(
+    ("log", "live", "needed"),
+    [
+        (_Log(), 0, False),
+        (_Log(), 1, True),
+        (_Log(open_places=1), 0, True),
+        (_Log(connected=1), 0, True),
+        (_Log(last_seen=95.0), 0, True),
+        (_Log(last_seen=80.0), 0, False),
+        (_Log(away=True), 0, True),
+    ],
+)
+async def test_node_is_needed_while_there_is_work(log: Any, live: int, needed: bool) -> None:
+    assert await has_work(log, live, orphan_s=10.0, now=100.0) is needed
