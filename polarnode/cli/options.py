@@ -311,11 +311,9 @@ def log_dsn(given: str) -> str:
     if given.startswith("@"):
         with boundary(ConfigError, f"--log {given} cannot be read"):
             return Path(given[1:]).read_text().strip()
-    from psycopg.conninfo import conninfo_to_dict
+    from polarnode.journal.log.postgres.connection import read_dsn
 
-    from polarnode.journal.log.postgres.connection import check_dsn
-
-    if conninfo_to_dict(check_dsn(given)).get("password"):
+    if read_dsn(given).get("password"):
         raise ConfigError(
             "--log must not hold a password, for command lines are visible to others: give --log @FILE, or"
             " set POLARNODE_LOG"

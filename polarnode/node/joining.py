@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Final
 
 from attrs import evolve, fields
-from psycopg.conninfo import conninfo_to_dict
 
 from polarnode.core.codec.limits import is_loopback
 from polarnode.core.errors import ConfigError
 from polarnode.http.self_signed import self_signed
-from polarnode.journal.log.postgres.connection import check_dsn
+from polarnode.journal.log.postgres.connection import read_dsn
 from polarnode.node.config import NodeConfig
 
 USUAL_NAME: Final = fields(NodeConfig).node_id.default
@@ -24,7 +23,7 @@ def shared_config(config: NodeConfig) -> NodeConfig:
     """
     if config.log is None:
         return config
-    servers = log_servers(check_dsn(config.log))
+    servers = log_servers(config.log)
     if config.node_id == USUAL_NAME:  # else all nodes of the log had it, and each would replace the last
         config = evolve(config, node_id=socket.gethostname())
     if is_loopback(config.host):
@@ -41,7 +40,7 @@ def shared_config(config: NodeConfig) -> NodeConfig:
 
 def log_servers(dsn: str) -> list[str]:
     """The hosts of a DSN, which may name several; the socket of this machine is localhost."""
-    found = str(conninfo_to_dict(dsn).get("host") or "localhost").split(",")
+    found = (read_dsn(dsn).get("host") or "localhost").split(",")
     return ["localhost" if each.startswith(("/", "@")) or not each else each for each in found]
 
 

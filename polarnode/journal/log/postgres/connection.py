@@ -7,7 +7,7 @@ in hours.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import psycopg
@@ -138,10 +138,16 @@ class Connection:
 
 def check_dsn(dsn: str) -> str:
     """A DSN that libpq can read, or ConfigError. Its password is never part of the message."""
+    read_dsn(dsn)
+    return dsn
+
+
+def read_dsn(dsn: str) -> Mapping[str, str]:
+    """The settings in a DSN by libpq's names. Raises ConfigError, without its password, for what is none."""
     try:
-        psycopg.conninfo.conninfo_to_dict(dsn)
+        found = psycopg.conninfo.conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
         raise ConfigError(
             "log must be a DSN of libpq, such as postgresql://polarnode@db/polarnode?sslmode=verify-full"
         ) from error
-    return dsn
+    return {name: str(value) for name, value in found.items() if value is not None}

@@ -1,0 +1,151 @@
+"""Ends of sessions on their way to a shared log, on a real PostgreSQL: it is away, lost, and the node restarts."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+from attrs import define
+from journal_samples import make_identity, make_trajectory
+from log_kit import claim, join, keys, open_postgres, submit
+from postgres_kit import Cluster, running_cluster
+
+from polarnode.core.trajectory import Trajectory
+from polarnode.journal.held import HeldResults
+from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log import patience
+from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log
+from polarnode.rollouts.results import Results
+from polarnode.support.concurrency import open_background
+
+NOW = 1000.0
+
+
+@define
+class Here:
+    """A node's results, its journal, and what had its place."""
+
+    journal: Journal
+    results: Results
+    filled: list[str]
+
+    def end(self, held: Claim) -> Trajectory:
+        """The end of a session of two turns, which its node's journal has."""
+        whole = make_trajectory(held.session_id, task_id=held.task_id, turns=2)
+        self.journal.session_started(make_identity(held.session_id, task_id=held.task_id))
+        for turn in whole.turns:
+            self.journal.turn(turn)
+        self.results.hold(held)
+        self.results.publish(whole)
+        return whole
+
+
+@asynccontextmanager
+async def node(folder: Path, log: Log) -> AsyncIterator[Here]:
+    """One life of a node with this folder."""
+    filled: list[str] = []
+
+    async def on_filled(held: Claim, ended: Ended, answer: FinishAnswer) -> None:
+        filled.append(f"{ended.identity.session_id}: {answer}")
+
+    async with open_journal(folder / "journal.sqlite", now=lambda: NOW) as journal:
+        results = Results(
+            log=log, now=lambda: NOW, on_filled=on_filled, held=HeldResults(journal, lambda: NOW)
+        )
+        yield Here(journal, results, filled)
+
+
+async def test_results_wait_for_log(tmp_path: Path) -> None:
+    """A session that ends while the log is away is held, and has its place as soon as it answers."""
+    with running_cluster() as cluster:
+        async with open_postgres(cluster.database()) as log, node(tmp_path, log) as here:
+            here.results.incarnation = await join(log)
+            await submit(log, "t")
+            (held,) = await claim(log, here.results.incarnation)
+            await trio.to_thread.run_sync(cluster.crash)
+            async with open_background(here.results.run):
+                whole = here.end(held)
+                await here.journal.flushed()
+                assert (here.results.waiting, here.filled) == (1, [])
+                await trio.to_thread.run_sync(cluster.start)
+                with trio.fail_after(60):
+                    await here.results.delivered()
+            assert here.filled == [f"{held.session_id}: last"]
+            assert await log.trajectory(held.session_id) == whole
+
+
+async def test_next_life_delivers_results(tmp_path: Path) -> None:
+    """A node that is killed before the log heard of an end says so at its next start, with the turns."""
+    with running_cluster() as cluster:
+        async with open_postgres(cluster.database()) as log:
+            async with node(tmp_path, log) as first:
+                first.results.incarnation = await join(log)
+                await submit(log, "t")
+                (held,) = await claim(log, first.results.incarnation)
+                whole = first.end(held)  # nothing delivers it
+            async with node(tmp_path, log) as second, open_background(second.results.run):
+                joined = await log.join((await log.nodes())[0].facts)
+                second.results.incarnation = joined.incarnation
+                inherited = {each.session_id: each for each in joined.inherited}
+                assert await second.results.restore(inherited) == {held.session_id}
+                second.results.hold(inherited[held.session_id])
+                with trio.fail_after(60):
+                    await second.results.delivered()
+                assert second.filled == [f"{held.session_id}: last"]
+                assert await log.trajectory(held.session_id) == whole
+
+
+async def test_new_primary_is_told_again(tmp_path: Path) -> None:
+    """A primary that never had a task gets it with what was acknowledged by the lost one, once."""
+    with running_cluster() as cluster:
+        old, new = cluster.database(), cluster.database()
+        async with (
+            open_postgres(old) as log,
+            open_postgres(new) as promoted,
+            node(tmp_path, log) as here,
+            open_background(here.results.run),
+        ):
+            here.results.incarnation = await join(log)
+            await here.results.restore(())
+            await submit(log, "t")
+            (held,) = await claim(log, here.results.incarnation)
+            whole = here.end(held)
+            with trio.fail_after(60):
+                await here.results.delivered()
+            await here.results.tell_again()
+            assert here.filled == [f"{held.session_id}: last"], "the log is the same"
+            await _other_identity(cluster, new)
+            here.results.log, here.results.incarnation = promoted, await join(promoted)
+            for _ in range(2):  # the second time it is known
+                await here.results.tell_again()
+                with trio.fail_after(60):
+                    await here.results.delivered()
+            assert await promoted.trajectory(held.session_id) == whole
+            expected = [f"trajectory:{held.session_id}", "group:t", "task:t"]
+            assert await keys(promoted) == expected
+
+
+async def _other_identity(cluster: Cluster, dsn: str) -> None:
+    """Two databases of one server have one identity, until one is said to be restored."""
+    async with open_postgres(dsn, watch=False) as log:
+        await log.mark_restored()
+
+
+async def test_stop_is_bounded_without_log(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    """A node ends though the log does not answer; what it had to say stays in its journal."""
+
+    class Away:
+        shared = True
+
+        def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+            async def refused(*_: object, **__: object) -> object:
+                raise patience.LogAway("the log is away")
+
+            return refused
+
+    async with node(tmp_path, Away()) as here, open_background(here.results.run):  # type: ignore[arg-type]
+        here.results.publish(make_trajectory("a", task_id="t"))
+        await here.results.leave()
+        assert here.results.waiting == 1
+        (found,) = await HeldResults(here.journal, lambda: NOW).all()
+        assert found.answered is None
