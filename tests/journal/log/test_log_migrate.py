@@ -1,4 +1,7 @@
-"""`polarnode migrate`: the tables of an empty database, and a lone node's journal of every version in it."""
+"""`polarnode migrate`: the tables of an empty database, and a lone node's journal of every version in it.
+
+The command is `polarnode.cli.migrating`, what it copies `polarnode.journal.log.postgres.from_journal`.
+"""
 
 import gzip
 import hashlib
