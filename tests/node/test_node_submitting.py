@@ -18,6 +18,7 @@ from polarnode.core.errors import Busy, Conflict, DiskFull, Refused
 from polarnode.core.task import RuntimeSpec
 from polarnode.journal import journal as journal_module
 from polarnode.journal.journal import open_journal
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import TASK_DISK_FREE_BYTES
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
@@ -29,7 +30,7 @@ async def test_a_key_stands_for_one_task_id(tmp_path: Path) -> None:
         submit_task(journal, spec, task_id="first", session_ids=("a",), idempotency_key="key")
         await journal.flushed()
         node = Node.__new__(Node)
-        node.journal = journal
+        node.log = SqliteLog(journal)
         for again in (spec, attrs.evolve(spec, task_id=None)):
             found = await node._existing(again, "key")
             assert found is not None
