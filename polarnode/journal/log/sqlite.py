@@ -229,6 +229,8 @@ class SqliteLog:
         if session is not None and session.outcome is not None:
             return "already"
         await self.journal.commit(end_entry(ended))
+        self._became += 1
+        self.callbacks_pending = True  # its task may have a callback
         self._news.tell()
         return "now"
 
