@@ -359,7 +359,9 @@ class Captures:
         DiskFull when that takes too long.
         """
         with trio.move_on_after(WRITTEN_S):
-            await self.registry.results.written(session_id)
+            if session_id:
+                await self.registry.results.written(session_id)
+            # asked before anything else is awaited: what is lost from now on raises
             await self.journal.flushed()
             return
         why = self.journal.statistics().warning or "the journal's disk is full or hangs: free some room"
