@@ -361,8 +361,9 @@ class Captures:
         with trio.move_on_after(WRITTEN_S):
             if session_id:
                 await self.registry.results.written(session_id)
-            # asked before anything else is awaited: what is lost from now on raises
             await self.journal.flushed()
+            if not session_id:  # what begins may have been lost before this was called
+                self.journal.insist_whole()
             return
         why = self.journal.statistics().warning or "the journal's disk is full or hangs: free some room"
         raise DiskFull(f"{why}; {meanwhile}, then ask again")
