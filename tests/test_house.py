@@ -59,7 +59,6 @@ def test_every_module_is_named_by_a_test() -> None:
 TESTED_ELSEWHERE = {
     "polarnode.engine.embedded.cpu_attention",
     "polarnode.engine.embedded.cpu_platform",
-    "polarnode.journal.pending_callbacks",
     "polarnode.tokens.syntax.harmony",
 }
 

@@ -124,9 +124,6 @@ class NodeConfig:
     log: str | None = field(default=None, repr=False)
     # the address at which the other nodes of that log reach this one; None: its host and port
     node_url: str | None = None
-    # a folder that every node of the log mounts, or a URL of fsspec such as s3://bucket/path: snapshots of
-    # sessions, so that forks go on elsewhere when their node is lost. None: in each node's own folder
-    snapshots: str | None = None
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     # file that whoever started the node holds a lock on; None: the node lives until it is stopped
     lifeline: str | None = None
@@ -303,8 +300,6 @@ def _check_log(config: NodeConfig) -> None:
             )
         if config.cpu or config.gpus or config.teachers:
             raise ConfigError("--engine none takes no --cpu, --gpus or teachers: leave them out")
-    if config.snapshots == "":
-        raise ConfigError("snapshots is empty: give a folder or a URL such as s3://bucket/path")
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:
