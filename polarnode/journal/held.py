@@ -20,7 +20,7 @@ from polarnode.journal.damage import Damage, check, checksum, decoding, note
 from polarnode.journal.entries import ROW_BYTES, Entry
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Claim, Ended
-from polarnode.journal.queries import readable_turns
+from polarnode.journal.queries import MOST_TURNS, readable_turns
 
 # Of an acknowledged result: longer than a site takes to promote a standby, and a standby that is further
 # behind is no standby. The bytes are some minutes of a busy node.
@@ -59,7 +59,7 @@ class HeldResults:
     async def with_turns(self, ended: Ended) -> Ended:
         """A result with the turns that this journal has of its session."""
         await self.journal.flushed()
-        turns = await self.journal.query(_packed_turns, ended.identity.session_id)
+        turns = await self.journal.query(packed_turns, ended.identity.session_id)
         return evolve(ended, parts=(ended.parts[0], *turns))
 
     async def all(self) -> tuple[HeldResult, ...]:
@@ -93,9 +93,9 @@ def _answered(db: sqlite3.Connection, *, session_id: str, at: float) -> None:
     db.execute("UPDATE results SET answered = ? WHERE session_id = ?", (at, session_id))
 
 
-def _packed_turns(db: sqlite3.Connection, session_id: str) -> tuple[bytes, ...]:
-    """The turns that can be read, as they were packed."""
-    readable = {turn.index for turn in readable_turns(db, session_id)[0]}
+def packed_turns(db: sqlite3.Connection, session_id: str, *, before: int = MOST_TURNS) -> tuple[bytes, ...]:
+    """The turns of a session below `before` that can be read, as they were packed."""
+    readable = {turn.index for turn in readable_turns(db, session_id, before=before)[0]}
     rows = db.execute("SELECT turn, body FROM turns WHERE session_id = ? ORDER BY turn", (session_id,))
     return tuple(body for turn, body in rows if turn in readable)
 

@@ -124,6 +124,10 @@ class NodeConfig:
     log: str | None = field(default=None, repr=False)
     # the address at which the other nodes of that log reach this one; None: its host and port
     node_url: str | None = None
+    # a folder that every node of the log mounts, or a URL of fsspec such as s3://bucket/path: snapshots of
+    # sessions are copied there, so that they go on elsewhere when their node is lost. None: in each node's
+    # own folder alone
+    snapshots: str | None = None
     state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
     # file that whoever started the node holds a lock on; None: the node lives until it is stopped
     lifeline: str | None = None
@@ -291,6 +295,11 @@ def check_config(config: NodeConfig) -> None:
 def _check_log(config: NodeConfig) -> None:
     if config.log == "":
         raise ConfigError("log is empty: give the DSN of a PostgreSQL, or leave it out")
+    if config.snapshots is not None and (config.log is None or not config.snapshots):
+        raise ConfigError(
+            "snapshots is for nodes that share a log, a folder or a URL such as s3://bucket/path: give log"
+            " too, or leave it out"
+        )
     if config.node_url is not None and (fault := url_fault(config.node_url)):
         raise ConfigError(f"node_url: {config.node_url!r} {fault}")
     if config.engine == "none":

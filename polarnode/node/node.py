@@ -129,6 +129,7 @@ class Node:
             journal=self.journal,
             node=self.node_id,
             snapshots=services.log_dir,
+            copies=services.copies,
             patient=False,
         )
         home, parent = await parents.home(fork), await parents.parent(fork)

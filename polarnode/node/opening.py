@@ -64,7 +64,9 @@ from polarnode.rollouts.fork_nodes import ForkNodes
 from polarnode.rollouts.judges import Judges, open_judges
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler, recover
-from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
+from polarnode.rollouts.services import NoCopies, NodeIdentity, NodeServices, Stages
+from polarnode.rollouts.session_records import SharedRecords
+from polarnode.rollouts.snapshot_store import open_store
 from polarnode.rollouts.stage_limits import Bounds
 from polarnode.support.bounded import private_folder
 from polarnode.support.concurrency import PrioritySemaphore, open_background
@@ -425,15 +427,20 @@ async def _open_sessions(
     def serve_endpoint(session_id: str, listener: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), listener)
 
-    parents = ForkNodes(log=log, journal=journal, node=config.node_id, snapshots=sessions_dir(config))
+    folder, store = sessions_dir(config), None
+    if config.snapshots is not None and log.shared:
+        store = open_store(config.snapshots, folder=folder, journal=journal)
+    copies = store or NoCopies()
+    parents = ForkNodes(log=log, journal=journal, node=config.node_id, snapshots=folder, copies=copies)
+    records = SharedRecords(journal, log) if log.shared else None
     services = NodeServices(
         identity=NodeIdentity(node=config.node_id, model=model.name, labels=config.labels),
-        journal=journal,
+        journal=records or journal,
         runtimes=runtimes,
         stages=_stages(config),
         serve_endpoint=serve_endpoint,
         context_length=engines.context_length,
-        log_dir=sessions_dir(config),
+        log_dir=folder,
         ensure_image=images.ensure,
         drops_thinking=model.template.drops_thinking_before,
         judge=judges,
@@ -448,15 +455,18 @@ async def _open_sessions(
         scoring=scoring,
         adapters=engines.adapters,
         places=engines,
+        copies=copies,
         fork_parent=parents.parent,
         earlier_attempts=parents.earlier_attempts,
         insist_here=parents.insist_here,
     )
-    async with (
-        open_background(services.freezer.run),
-        open_background(_machine_watch(config, services, engines).run),
-        trio.open_nursery() as nursery,
-    ):
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(open_background(services.freezer.run))
+        await stack.enter_async_context(open_background(_machine_watch(config, services, engines).run))
+        for shared in (records, store):
+            if shared is not None:
+                await stack.enter_async_context(open_background(shared.run))
+        nursery = await stack.enter_async_context(trio.open_nursery())
         scheduler = make_scheduler(
             log,
             services,

@@ -51,6 +51,7 @@ class Continuation:
             except OSError as error:
                 logger.warning("session %s has no snapshot of its beginning: %s", live.session_id, error)
                 return found
+            services.copies.put(self.identity.session_id, snapshot.turn)
         return found
 
 
@@ -81,10 +82,11 @@ async def _looked(
 ) -> Continuation | None:
     """The last state on the way to a place's last attempt."""
     for attempt in earlier:
-        if attempt.outcome is None or not lost_to_the_machine(attempt.outcome):
+        lost = attempt.outcome  # None: with its node, which had its place until it was silent
+        if lost is not None and not lost_to_the_machine(lost):
             return None
         went_on = attempt.identity.continued_from is not None
-        if went_on and not attempt.got_on and attempt.outcome.status == "error":
+        if went_on and not attempt.got_on and lost is not None and lost.status == "error":
             return None  # that state may be what ended it
         found = await _continued(order, services, attempt)
         if found is not None or (attempt.got_on and not went_on):
@@ -97,6 +99,7 @@ async def _continued(
 ) -> Continuation | None:
     """The last state of an attempt from which a harness can be resumed."""
     name, fork = attempt.identity.session_id, attempt.identity.forked_from
+    await services.copies.fetch(name)
     kept = await trio.to_thread.run_sync(list_snapshots, services.log_dir, name)
     # a fork whose parent's answers were still being given again has no state of its own
     turns = [each.turn for each in kept.snapshots if fork is None or each.turn >= fork.got]

@@ -321,6 +321,7 @@ class Evaluations:
                             await remove_image(each)
                         else:
                             await trio.Path(each).unlink(missing_ok=True)
+                await self.services.copies.sweep(self.log)
             except (OSError, PolarnodeError) as error:
                 logger.warning("kept files of sessions are looked through again in an hour: %s", error)
             await trio.sleep(SWEEP_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import trio
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from polarnode.core.errors import PolarnodeError
 from polarnode.core.task import ForkSpec
@@ -18,6 +18,7 @@ from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Log, LogAway
 from polarnode.merge.trajectory import Identity
+from polarnode.rollouts.services import NoCopies, SnapshotCopies
 from polarnode.rollouts.snapshots import list_snapshots
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class ForkNodes:
     journal: Journal
     node: str
     snapshots: Path  # the folder of this node's
+    copies: SnapshotCopies = field(factory=NoCopies)  # those that other nodes left
     patient: bool = True
 
     async def parent(self, fork: ForkSpec) -> ForkParent | None:
@@ -49,7 +51,10 @@ class ForkNodes:
         if found is None or found.count:
             return found
         own = await self.journal.fork_parent(fork)  # it runs here, or its end is on its way to the log
-        return found if own is None else evolve(own, spec=found.spec)
+        if own is not None:
+            return evolve(own, spec=found.spec)
+        turns = await self.copies.turns(fork)
+        return found if turns is None else evolve(found, turns=turns, count=len(turns))
 
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
         """The sessions that had a session's place before it."""
@@ -71,6 +76,8 @@ class ForkNodes:
     async def _has_snapshot(self, fork: ForkSpec) -> bool:
         if fork.by == "replay":
             return False
+        if fork.by == "resume":
+            await self.copies.fetch(fork.session)
         listed = await trio.to_thread.run_sync(list_snapshots, self.snapshots, fork.session)
         return bool(listed.snapshots)
 

@@ -97,6 +97,7 @@ async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, 
     harness could go on from it.
     """
     check_resumes(spec, harness)
+    await services.copies.fetch(fork.session)
     try:
         snapshot = await trio.to_thread.run_sync(read_snapshot, services.log_dir, fork.session, fork.turn)
         await check_image(services, runtime_of(spec, harness), snapshot)

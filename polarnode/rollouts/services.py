@@ -26,6 +26,7 @@ from polarnode.engine.scoring import Scoring
 from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.journal.forks import EarlierAttempt, ForkParent
+from polarnode.journal.log.port import Queries
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.freezer import Freezer
@@ -133,6 +134,45 @@ class UnboundedPlaces:
         pass
 
 
+class SnapshotCopies(Protocol):
+    """Where snapshots are copied that other nodes go on from."""
+
+    def put(self, session_id: str, turn: int) -> None:
+        """Copy a snapshot that was just taken. It never waits."""
+
+    async def remove(self, session_id: str, turn: int) -> None:
+        """Remove a copy."""
+
+    async def fetch(self, session_id: str) -> None:
+        """Bring the snapshots of a session that this node has not."""
+
+    async def turns(self, fork: ForkSpec) -> tuple[Turn, ...] | None:
+        """The turns before a snapshot that came from another node; None where there is none."""
+
+    async def sweep(self, log: Queries) -> None:
+        """Remove the copies whose sessions the log has pruned."""
+
+
+class NoCopies:
+    """For a node whose snapshots are on its own disk alone."""
+
+    def put(self, session_id: str, turn: int) -> None:
+        pass
+
+    async def remove(self, session_id: str, turn: int) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def fetch(self, session_id: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def turns(self, fork: ForkSpec) -> tuple[Turn, ...] | None:
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def sweep(self, log: Queries) -> None:
+        await trio.lowlevel.checkpoint()
+
+
 @frozen(kw_only=True)
 class NodeIdentity:
     """The node and model named in every trajectory, and the operator's labels."""
@@ -195,6 +235,7 @@ class NodeServices:
     freezer: Freezer = field(factory=Freezer)
     # snapshots at once: they take the disk and the interpreter from each other, and from every other session
     snapshotting: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(2))
+    copies: SnapshotCopies = field(factory=NoCopies)
     scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
     fork_parent: Callable[[ForkSpec], Awaitable[ForkParent | None]] = no_parent  # of a task's forks
     earlier_attempts: Callable[[Identity], Awaitable[Sequence[EarlierAttempt]]] = no_attempts

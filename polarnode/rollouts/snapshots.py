@@ -132,6 +132,11 @@ def write(snapshot: Snapshot, to: Path) -> None:
         file.write(dump_json(plain(snapshot)))
 
 
+def turns_path(archive: Path) -> Path:
+    """The turns before a snapshot, where it came from another node's storage."""
+    return archive.with_suffix(".turns")
+
+
 def frozen_path(archive: Path) -> Path:
     """The folder of the processes, where the task asks for them."""
     return archive.with_suffix(FROZEN)
@@ -141,6 +146,7 @@ def remove(archive: Path) -> None:
     """Remove a snapshot: first what makes it one."""
     beside(archive).unlink(missing_ok=True)
     archive.unlink(missing_ok=True)
+    turns_path(archive).unlink(missing_ok=True)
     remove_folder(frozen_path(archive))
 
 
@@ -303,6 +309,7 @@ class SessionSnapshots:
         self.taken += 1
         self.frozen += frozen is not None
         self._too_large = False
+        self.services.copies.put(self.live.session_id, plan.index)
         self._kept[plan.index] = size = snapshot.stored_bytes
         self.services.tally.snapshot(size)
         return None
@@ -380,6 +387,7 @@ class SessionSnapshots:
             self.removed[why] += 1
             path = archive_path(self.services.log_dir, self.live.session_id, turn)
             await trio.to_thread.run_sync(remove, path)
+            await self.services.copies.remove(self.live.session_id, turn)
 
 
 async def open_snapshots(

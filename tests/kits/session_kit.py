@@ -28,6 +28,7 @@ from polarnode.core.trajectory import Built, Trajectory, Turn, Verdict
 from polarnode.evaluators.contract import Evaluator, Finished
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.harnesses.harness import Harness
+from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Claim, Log, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
@@ -289,8 +290,12 @@ async def life(path: Path, programs: Mapping[str, Program]) -> AsyncIterator[tup
 
 
 @asynccontextmanager
-async def scheduling(log: Log, services: NodeServices, place: Town) -> AsyncIterator[Scheduler]:
-    """A scheduler that claims from a log of its own. Leaving it waits for the sessions that began."""
+async def scheduling(
+    log: Log, services: NodeServices, place: Town, held: HeldResults | None = None
+) -> AsyncIterator[Scheduler]:
+    """A scheduler that claims from a log of its own, or from a shared one. Leaving it waits for the sessions
+    that began.
+    """
     scheduler = make_scheduler(
         log,
         services,
@@ -299,6 +304,7 @@ async def scheduling(log: Log, services: NodeServices, place: Town) -> AsyncIter
         now=time.time,
         most_claimed=1_000,
         warm=0,
+        held=held,
     )
     async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
         yield scheduler
