@@ -1,11 +1,15 @@
 """Chaos: hollow nodes that share a PostgreSQL, under load, while nodes, readers and PostgreSQL are disturbed.
 
     python benchmarks/fleet.py [--nodes 8] [--minutes 10] [--seed 1] [--json FILE]
+    python benchmarks/fleet.py --outage 600 [--nodes 2]
 
 Every task must end with one session in each place, whatever happened: counts what was lost, doubled, and came
 to a reader under another position. Nodes are the real control plane, journal and scheduler on containers in
 memory (tests/kits/hollow_node.py); PostgreSQL is the distribution's, in a folder of its own. Some tasks kill
 the node that runs them. Trainers submit, cancel and read at any node.
+
+With `--outage` PostgreSQL is down for so many seconds while sessions run and end, and nothing else happens: none
+may be lost, or run again.
 """
 
 import argparse
@@ -239,6 +243,45 @@ async def run(nodes: int, minutes: float, seed: int) -> dict[str, Any]:
     }
 
 
+async def run_outage(nodes: int, seconds: float) -> dict[str, Any]:
+    """PostgreSQL is down while sessions run. Raises AssertionError where one was lost or run again."""
+    folder = Path(tempfile.mkdtemp(prefix="fleet-outage-"))  # kept where something goes wrong
+    print(f"journals and logs in {folder}", file=sys.stderr)
+    chance, reader, tasks = random.Random(1), Reader(), dict[str, int]()
+    with running_cluster() as cluster:
+        async with (
+            hollow_nodes(folder, nodes, settings={"log": cluster.database()}) as processes,
+            AsyncPolarnodeClient(processes[0].url, patience_s=seconds + END_S) as client,
+        ):
+            for number in range(8 * nodes):
+                lasts = chance.uniform(5.0, seconds * 1.2)
+                await client.submit(hollow_task(samples=2, seconds=lasts, task_id=f"t{number}"))
+                tasks[f"t{number}"] = 2
+            await trio.sleep(3.0)
+            await trio.to_thread.run_sync(cluster.crash)
+            await trio.sleep(seconds)
+            await trio.to_thread.run_sync(cluster.start)
+            began = trio.current_time()
+            with trio.fail_after(0.3 * seconds + END_S):
+                async for event in client.trajectories(consumer="r", ack=True):
+                    reader.add(event.kind, event.key, event.data)
+                    if sum(key.startswith("group:") for key in reader.events) == len(tasks):
+                        break
+            reader.check(tasks)
+            trajectories = [each for key, each in reader.events.items() if key.startswith("trajectory:")]
+            assert {each["attempt"] for each in trajectories} == {0}, "a session was run again"
+            assert {each["outcome"]["status"] for each in trajectories} == {"completed"}
+    shutil.rmtree(folder)
+    return {
+        "nodes": nodes,
+        "away_s": seconds,
+        "sessions": len(trajectories),
+        "lost": 0,
+        "run_again": 0,
+        "all_read_s": round(trio.current_time() - began, 1),
+    }
+
+
 async def _disturbed(chaos: Chaos, minutes: float) -> None:
     async with trio.open_nursery() as nursery:
         for name in READERS:
@@ -260,9 +303,13 @@ if __name__ == "__main__":
     options.add_argument("--nodes", type=int, default=8)
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--outage", type=float, help="seconds for which PostgreSQL is down")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
-    found = trio.run(run, given.nodes, given.minutes, given.seed)
+    if given.outage is not None:
+        found = trio.run(run_outage, given.nodes, given.outage)
+    else:
+        found = trio.run(run, given.nodes, given.minutes, given.seed)
     print(json.dumps(found, indent=2))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
