@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import psycopg
 from attrs import define, field
@@ -54,6 +56,11 @@ class Cluster:
     def dsn(self, database: str = "postgres", user: str = "postgres", *, tcp: bool = False) -> str:
         host = "127.0.0.1" if tcp else self.folder
         return f"host={host} port={self.port} user={user} dbname={database}"
+
+    def dsn_with(self, standby: "Cluster", database: str) -> str:
+        """The DSN of whichever of the two takes writes."""
+        hosts, ports = f"{self.folder},{standby.folder}", f"{self.port},{standby.port}"
+        return f"host={hosts} port={ports} user=postgres dbname={database} target_session_attrs=read-write"
 
     def run(self, program: str, *arguments: str, check: bool = True) -> str:
         """Run one of PostgreSQL's programs as the cluster's user."""
@@ -143,8 +150,8 @@ class Cluster:
     # ── standby ──
 
     @contextmanager
-    def standby(self) -> Iterator["Cluster"]:
-        """A standby of this server, which follows it asynchronously."""
+    def standby(self, *, synchronous: bool = False) -> Iterator["Cluster"]:
+        """A standby of this server. A synchronous one has every commit before it is answered."""
         with make_folder() as folder:
             found = Cluster(folder, free_port())
             self.run(
@@ -163,10 +170,21 @@ class Cluster:
             with (found.data / "postgresql.conf").open("a") as file:
                 file.write(f"unix_socket_directories = '{folder}'\n")
             found.start()
+            if synchronous:
+                with psycopg.connect(self.dsn(), autocommit=True) as db:
+                    db.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+                    db.execute("SELECT pg_reload_conf()")
+                    self._wait_synchronous(db)
             try:
                 yield found
             finally:
                 found.stop("immediate")
+
+    def _wait_synchronous(self, db: "psycopg.Connection[Any]") -> None:
+        until = time.monotonic() + WAIT_S
+        while db.execute("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'").fetchone() is None:
+            assert time.monotonic() < until, "the standby did not become synchronous"
+            time.sleep(0.05)
 
     def promote(self) -> None:
         self.run("pg_ctl", "-D", str(self.data), "-w", "-t", str(WAIT_S), "promote")

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -20,6 +21,7 @@ from psycopg.types.json import Jsonb
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, JournalError
 from polarnode.core.task import GroupSpec
+from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
 from polarnode.journal.log.postgres import callbacks, events, membership, places
 from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
@@ -173,6 +175,29 @@ async def test_promotion_names_gap() -> None:
                     for each in held[1:]:
                         assert await other.finish(each, end(each)) in FILLED
                     assert len(await keys(other)) == 6
+
+
+async def test_synchronous_standby_loses_nothing() -> None:
+    with running_cluster() as primary:
+        name = primary.database().rpartition("=")[2]
+        with primary.standby(synchronous=True) as standby:
+            async with open_postgres(primary.dsn_with(standby, name)) as log:
+                node = await join(log)
+                await submit(log, "t", num_samples=4)
+                held = await claim(log, node)
+                for each in held[:3]:
+                    assert await log.finish(each, end(each)) in FILLED
+                read = Cursor(position=3, log=await log.identity())
+                await trio.to_thread.run_sync(primary.crash)
+                await trio.to_thread.run_sync(standby.promote)
+                with trio.fail_after(60):
+                    assert (
+                        await answered(partial(log.finish, held[0], end(held[0])), meanwhile="") == "already"
+                    )
+                assert await log.identity() != read.log
+                assert (await log.events(read)).gap is None, "the new primary has all that was read"
+                assert await log.finish(held[3], end(held[3])) in FILLED
+                assert len(await keys(log)) == 6
 
 
 def _wait_replayed(primary: Cluster, standby: Cluster, name: str) -> None:
