@@ -1,12 +1,16 @@
 """Chaos: hollow nodes that share a PostgreSQL, under load, while nodes, readers and PostgreSQL are disturbed.
 
-    python benchmarks/fleet.py [--nodes 8] [--minutes 10] [--seed 1] [--json FILE]
+    python benchmarks/fleet.py [--nodes 8] [--minutes 10] [--seed 1] [--standby synchronous] [--json FILE]
     python benchmarks/fleet.py --outage 600 [--nodes 2]
 
 Every task must end with one session in each place, whatever happened: counts what was lost, doubled, and came
 to a reader under another position. Nodes are the real control plane, journal and scheduler on containers in
 memory (tests/kits/hollow_node.py); PostgreSQL is the distribution's, in a folder of its own. Some tasks kill
 the node that runs them. Trainers submit, cancel and read at any node.
+
+With `--standby` the server is lost for good after half of the time, and its standby is promoted. An asynchronous one
+may lack what was accepted in its last moments: a task that nobody had begun is then lost, its readers are told a
+gap, and the count says so.
 
 With `--outage` PostgreSQL is down for so many seconds while sessions run and end, and nothing else happens: none
 may be lost, or run again.
@@ -20,7 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +44,7 @@ OPEN: Final = 24  # tasks at once: some on every node
 PATIENCE_S: Final = 2.0  # of a trainer with a node, before it asks another
 END_S: Final = 180.0  # for the last tasks, when nothing is disturbed any more
 LEASE_S: Final = 4.0
+LAG_S: Final = 10.0  # an asynchronous standby is never so far behind here
 READERS: Final = ("one", "two")
 RETRIES: Final = 2  # of a task: more losses of one place than that end it with an error, and are in the count
 
@@ -58,6 +63,11 @@ class Chaos:
     counts: Counter[str] = field(factory=Counter)
     impaired: set[int] = field(factory=set)
     reading: dict[str, trio.CancelScope] = field(factory=dict)
+    standby: Cluster | None = None
+    promoted: float | None = None  # when
+    accepted: dict[str, float] = field(factory=dict)  # when a task was
+    gaps: int = 0
+    changing: trio.Lock = field(factory=trio.Lock)  # one thing at a time happens to the server
     over: bool = False
 
     def client(self, patience_s: float = PATIENCE_S) -> AsyncPolarnodeClient:
@@ -86,7 +96,7 @@ class Chaos:
                 **early,
             )
             if await self._taken(spec):
-                self.tasks[task_id] = samples
+                self.tasks[task_id], self.accepted[task_id] = samples, trio.current_time()
                 if self.random.random() < 0.03:
                     await self._cancel(task_id)
 
@@ -124,6 +134,9 @@ class Chaos:
                 async with self.client(END_S if self.over else PATIENCE_S) as client:
                     try:
                         async for event in client.trajectories(consumer=name, ack=True):
+                            if event.kind == "gap":
+                                self.gaps += 1
+                                continue
                             self.readers[name].add(event.kind, event.key, event.data)
                             self.counts[f"event: {event.kind}"] += 1
                     except PolarnodeError as error:
@@ -184,15 +197,28 @@ class Chaos:
         await trio.lowlevel.checkpoint()
 
     async def crash(self) -> None:
-        self.counts["disturbed: PostgreSQL crashed"] += 1
-        await trio.to_thread.run_sync(self.cluster.crash)
-        await trio.sleep(self.random.uniform(0, 6))
-        await trio.to_thread.run_sync(self.cluster.start)
+        async with self.changing:
+            self.counts["disturbed: PostgreSQL crashed"] += 1
+            await trio.to_thread.run_sync(self.cluster.crash)
+            await trio.sleep(self.random.uniform(0, 6))
+            await trio.to_thread.run_sync(self.cluster.start)
 
     async def freeze(self) -> None:
-        self.counts["disturbed: PostgreSQL stopped"] += 1
-        with self.cluster.frozen():
-            await trio.sleep(self.random.uniform(0.5, 6))
+        async with self.changing:
+            self.counts["disturbed: PostgreSQL stopped"] += 1
+            with self.cluster.frozen():
+                await trio.sleep(self.random.uniform(0.5, 6))
+
+    async def promote(self, seconds: float) -> None:
+        """Lose the server after so many seconds, for good; its standby takes over."""
+        await trio.sleep(seconds)
+        async with self.changing:
+            assert self.standby is not None
+            self.promoted = trio.current_time()
+            await trio.to_thread.run_sync(self.cluster.crash)
+            await trio.to_thread.run_sync(self.standby.promote)
+            self.cluster, self.standby = self.standby, None
+            self.counts["disturbed: standby promoted"] += 1
 
     async def revive(self) -> None:
         """Start again the nodes that a task killed."""
@@ -210,23 +236,35 @@ class Chaos:
 
     def check(self) -> None:
         """Every reader got every place once, and no place is open or held any more."""
-        for reader in self.readers.values():
-            reader.check(self.tasks)
         with psycopg.connect(self.dsn, options="-c search_path=polarnode") as db:
+            known = {task_id for (task_id,) in db.execute("SELECT task_id FROM tasks")}
+            for task_id in self.tasks.keys() - known:  # the promoted standby never had it
+                assert self.gaps, f"{task_id} is gone, and no reader was told"
+                assert self.promoted is not None
+                assert self.promoted - self.accepted[task_id] < LAG_S, f"{task_id} was lost"
+                del self.tasks[task_id]
+                self.counts["task lost with its server"] += 1
+            for reader in self.readers.values():
+                reader.check(self.tasks)
             (held,) = db.execute("SELECT count(*) FROM places WHERE state <> 'over'").fetchone() or (0,)
             rows = db.execute("SELECT task_id, place, count(*) FROM places GROUP BY 1, 2 HAVING count(*) > 1")
             assert not held, f"{held} places are open or held"
             assert not rows.fetchall()
 
 
-async def run(nodes: int, minutes: float, seed: int) -> dict[str, Any]:
+async def run(nodes: int, minutes: float, seed: int, standby: str | None = None) -> dict[str, Any]:
     """One run; raises AssertionError where a place was lost or doubled."""
     folder = Path(tempfile.mkdtemp(prefix="fleet-chaos-"))  # kept where something goes wrong
     print(f"journals and logs in {folder}", file=sys.stderr)
-    with running_cluster() as cluster:
-        dsn = cluster.database()
+    with running_cluster() as cluster, ExitStack() as stack:
+        dsn, other = cluster.database(), None
+        if standby is not None:
+            other = stack.enter_context(cluster.standby(synchronous=standby == "synchronous"))
+            dsn = cluster.dsn_with(other, dsn.rpartition("=")[2])
         async with hollow_nodes(folder, nodes, settings={"log": dsn}) as processes:
-            chaos = Chaos(cluster=cluster, dsn=dsn, nodes=processes, random=random.Random(seed))
+            chaos = Chaos(
+                cluster=cluster, dsn=dsn, nodes=processes, random=random.Random(seed), standby=other
+            )
             await _disturbed(chaos, minutes)
         chaos.check()
     shutil.rmtree(folder)
@@ -238,6 +276,7 @@ async def run(nodes: int, minutes: float, seed: int) -> dict[str, Any]:
         "places": sum(chaos.tasks.values()),
         "lost": 0,
         "doubled": 0,
+        "gaps": chaos.gaps,
         "came_again": sum(reader.repeated for reader in chaos.readers.values()),
         "counts": dict(sorted(chaos.counts.items())),
     }
@@ -290,6 +329,8 @@ async def _disturbed(chaos: Chaos, minutes: float) -> None:
         async with trio.open_nursery() as load:
             load.start_soon(chaos.submit)
             load.start_soon(chaos.disturb, load)
+            if chaos.standby is not None:
+                load.start_soon(chaos.promote, 30 * minutes)
             await trio.sleep(60 * minutes)
             chaos.over = True
         with trio.move_on_after(END_S):
@@ -303,13 +344,14 @@ if __name__ == "__main__":
     options.add_argument("--nodes", type=int, default=8)
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--standby", choices=("synchronous", "asynchronous"))
     options.add_argument("--outage", type=float, help="seconds for which PostgreSQL is down")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
     if given.outage is not None:
         found = trio.run(run_outage, given.nodes, given.outage)
     else:
-        found = trio.run(run, given.nodes, given.minutes, given.seed)
+        found = trio.run(run, given.nodes, given.minutes, given.seed, given.standby)
     print(json.dumps(found, indent=2))
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=2) + "\n")
