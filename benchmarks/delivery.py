@@ -30,7 +30,7 @@ from polarnode.core.trajectory import Outcome, Trace, Trajectory, TurnSpan, Vers
 from polarnode.http.server import Address, open_server
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import ended_session
-from polarnode.journal.log.sqlite import end_entry
+from polarnode.journal.log.sqlite import SqliteLog, end_entry
 from polarnode.journal.queries import KEPT_BYTES, Recent
 
 TURNS = 20
@@ -52,10 +52,10 @@ print(began, time.monotonic(), size)
 
 
 class NoNode:
-    """The part of `Service` that the routes of the journal need."""
+    """The part of `Service` that the routes of the log need."""
 
     def __init__(self, journal: Journal) -> None:
-        self.journal = journal
+        self.journal, self.log = journal, SqliteLog(journal)
 
     def status(self) -> dict[str, Json]:
         return {}
