@@ -110,8 +110,6 @@ WRONG: tuple[tuple[str, str], ...] = (
     ("--cpu --config secure.toml", "Error: tls_cert and tls_key belong together"),
     ("--cpu --tls-cert a.pem --tls-key a.key", "control plane: --tls-cert a.pem cannot be read"),
     ("fleet --log host=db.example", "say where the nodes run: --local N or --ray auto, one of them"),
-    ("fleet --local 2", "name the PostgreSQL that the nodes share: give --log, or set POLARNODE_LOG"),
-    ("fleet --local 2 --stop", "--stop ends the nodes of a Ray cluster: give its address with --ray"),
     ("migrate", "name the log: give --log, or set POLARNODE_LOG"),
     ("--cpu --adapter me=folder", "--adapter: me cannot be served with --lora-rank 0: set it"),
     ("--cpu --lora-rank 8 --adapter me=folder", "--adapter me: there is no folder/adapter_config.json"),
