@@ -23,7 +23,12 @@ from polarnode.core.task import GroupSpec
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
 from polarnode.journal.log.postgres import callbacks, events, membership, places
 from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
-from polarnode.journal.log.postgres.migrations import Migration, check_version, read_migrations
+from polarnode.journal.log.postgres.migrations import (
+    Migration,
+    check_version,
+    prepare_tables,
+    read_migrations,
+)
 from polarnode.journal.values import Retention
 
 # ── wake-ups ──────────────────────────────────────────────────────────────────
@@ -599,6 +604,28 @@ def test_failed_migration_leaves_nothing(cluster: Cluster) -> None:
         check_version(db)
 
 
+def test_nodes_begin_on_an_empty_database(cluster: Cluster) -> None:
+    """One makes the tables and the others wait: what is made in between is no log of another version."""
+    dsn = cluster.database(())
+    refused: list[Exception] = []
+
+    def begin() -> None:
+        with open_database(dsn, name="x") as db:
+            try:
+                prepare_tables(db)
+            except ConfigError as error:
+                refused.append(error)
+
+    nodes = [threading.Thread(target=begin) for _ in range(8)]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.join()
+    assert refused == []
+    with open_database(dsn, name="x") as db:
+        check_version(db)
+
+
 def test_missing_migrations_named(cluster: Cluster) -> None:
     dsn = cluster.database(read_migrations()[:1])
     with (
@@ -618,6 +645,16 @@ def _login(cluster: Cluster, dsn: str, role: str) -> str:
     ):
         db.execute(f"CREATE ROLE a_{role} LOGIN IN ROLE polarnode_{role}".encode())
     return dsn.replace("user=postgres", f"user=a_{role}")
+
+
+def test_restore_is_marked_by_its_full_name(cluster: Cluster) -> None:
+    """An administrator's session has no search path of ours."""
+    with psycopg.connect(cluster.database(), autocommit=True) as db:
+        marked = "SELECT polarnode.mark_restored() AS identity"
+        first, second = (db.execute(marked).fetchone() for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first != second
 
 
 async def test_node_role_does_all(cluster: Cluster) -> None:
