@@ -171,7 +171,7 @@ async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
             ForkSpec(session=held.session_id, turn=1, by=by)
             for by in cast(tuple[Any, ...], ("replay", "resume"))
         )
-        assert await here.home(replay) == "a", "its turns are not in the log yet"
+        assert await here.elsewhere(replay) == "a", "its turns are not in the log yet"
         with pytest.raises(ForkElsewhere, match="node a, which has session t-0"):
             await here.insist_here(replay)
         await first.finish(held, end(held, turns=3))
@@ -179,9 +179,9 @@ async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
         found = await here.parent(replay)
         assert found is not None
         assert (len(found.turns), found.count) == (1, 3)
-        assert await here.home(resume) == "a", "its snapshots are on the disk of its node"
+        assert await here.elsewhere(resume) == "a", "its snapshots are on the disk of its node"
         await first.leave(root_node)
-        assert await here.home(resume) is None, "nobody has it any more: the fork says so itself"
+        assert await here.elsewhere(resume) is None, "nobody has it any more: the fork says so itself"
 
 
 async def test_fork_that_belongs_elsewhere_is_given_back(
