@@ -232,12 +232,13 @@ class Scheduler:
     async def run(self, ready: trio.Event) -> None:
         """Claim places and end what must be ended, until cancelled."""
         ready.set()
-        away = False
+        away, results = False, self.registry.results
         while True:
             seen = self.log.place_news
             try:
-                if away:
-                    await self.registry.results.tell_again()
+                # whoever used the connections first may have met the new primary, so that none was lost here
+                if away or (self.log.shared and results.is_another(self.log.standing.log)):
+                    await results.tell_again()
                 if self.log.lost and not self.replaced:
                     await self._join_again()
                 await self._look()

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import psycopg
 import pytest
 import session_kit as kit
 import trio
@@ -130,6 +131,31 @@ async def test_evaluation_of_a_lost_node_is_finished(
         found = await second.evaluation("e")
         assert found is not None
         assert found.sessions[0].state == "evaluated", found.sessions
+
+
+# ── another primary ───────────────────────────────────────────────────────────
+
+
+async def test_log_without_results_is_told_again(dsn: str, tmp_path: Path) -> None:
+    """The log is an earlier one from one moment to the next, as behind a proxy, and no call of it failed."""
+    lacks = (
+        "BEGIN; SET search_path = polarnode; TRUNCATE tasks, sessions, events, bodies CASCADE;"
+        " UPDATE log SET position = 0; SELECT mark_restored(); COMMIT"
+    )
+    async with hollow_nodes(tmp_path, 1, token="secret", settings={"log": dsn}) as nodes:
+        async with AsyncPolarnodeClient(nodes[0].url, token="secret") as client:
+            taken = await client.submit(hollow_task(samples=1, seconds=0.1))
+            with trio.fail_after(60):
+                await anext(aiter(client.groups()))
+        with psycopg.connect(dsn, autocommit=True) as db:
+            db.execute(lacks)
+        async with open_postgres(dsn, watch=False) as log:
+
+            async def told() -> bool:
+                return f"group:{taken.task_id}" in await keys(log)
+
+            await until(told)
+            assert await log.trajectory(taken.session_ids[0]) is not None
 
 
 # ── groups and forks ──────────────────────────────────────────────────────────
