@@ -34,7 +34,7 @@ from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeRow
 
 # names the node that a request was passed on to. Whoever else receives it has an address that is another's.
 PASSED_TO: Final = "Polarnode-Passed-To"
-ROSTER_S: Final = 1.0  # the nodes that are alive are asked for once in so long: a sign of life comes as often
+NODES_S: Final = 1.0  # the nodes that are alive are asked for once in so long: a sign of life comes as often
 ALL_S: Final = 10.0  # for one node's word when all are asked: a page waits for the slowest
 # without a byte of an answer that is passed on: a teacher reads millions of tokens in minutes, and the end of
 # a capture waits for its test
@@ -113,7 +113,7 @@ class OtherNodes:
         if now < self._until:
             await trio.lowlevel.checkpoint()
             return self._alive
-        self._until = now + ROSTER_S
+        self._until = now + NODES_S
         try:
             found = await self.log.nodes()
         except LogAway:
