@@ -27,7 +27,7 @@ from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.labels import check_one_model, unmet
+from polarnode.core.labels import one_model, unmet
 from polarnode.http.asgi import RouteRow, body_json
 from polarnode.http.link import Link, OpenAnswer
 from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeRow
@@ -360,7 +360,7 @@ class PassingRoutes:
         rows = [row for row in await self.others.log.nodes() if unmet(labels, row.facts.labels) is None]
         able = [row for row in rows if "" in row.serving or not engines]
         if engines:  # a task says so itself
-            check_one_model(labels, (row.facts.labels for row in able), path=path)
+            one_model(labels, (row.facts.labels for row in able), path=path)
         if not able or any(row.facts.name == self.others.name for row in able):
             return None
         return min(able, key=lambda row: row.running)

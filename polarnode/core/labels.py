@@ -20,11 +20,12 @@ def label_texts(labels: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
 
 
-def check_one_model(
+def one_model(
     requires: Mapping[str, str], nodes: Iterable[Mapping[str, str]], *, path: str = "$.requires.model"
-) -> None:
-    """Raise Refused for what names no model, where nodes of several could take it: whichever is first would
-    sample it. `nodes`: the labels of those that have what it requires; `path`: where the model is named.
+) -> str:
+    """The model that is meant; "" where no node is there. Raises Refused for what names none, where nodes of
+    several could take it: whichever is first would sample it. `nodes`: the labels of those that have what it
+    requires; `path`: where the model is named.
     """
     models = sorted({labels.get("model", "") for labels in nodes})
     if "model" not in requires and len(models) > 1:
@@ -33,3 +34,4 @@ def check_one_model(
             f" {path.removeprefix('$.')} = {models[0]}",
             path=path,
         )
+    return requires.get("model") or next(iter(models), "")

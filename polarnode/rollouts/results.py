@@ -223,6 +223,7 @@ class Results:
                 session_ids=tuple(ids),
                 idempotency_key=claim.idempotency_key,
                 submitted=claim.submitted,
+                model=ended.identity.model,
             )
         )
         return await self.told(lambda: self.log.finish(claim, ended))

@@ -19,7 +19,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.containers.pool import Demand
 from polarnode.core.errors import Busy, Refused
-from polarnode.core.labels import check_one_model, every_label, label_texts, unmet
+from polarnode.core.labels import every_label, label_texts, one_model, unmet
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import CAPTURE, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -163,8 +163,7 @@ class Scheduler:
         only nodes that are away could run it.
         """
         here = not self.log.shared or (self.most_claimed > 0 and self._unmet(spec) is None)
-        if self.log.shared:
-            await self._check_nodes(spec, here=here)
+        model = await self._check_nodes(spec, here=here) if self.log.shared else ""
         if here:
             self.check(spec)
         task_id = spec.task_id or f"task-{new_id()}"
@@ -175,6 +174,7 @@ class Scheduler:
             idempotency_key=idempotency_key,
             callback_kinds=tuple(callback_kinds),
             submitted=self.now(),
+            model=model,
         )
         return record.task_id, tuple(session.session_id for session in record.sessions)
 
@@ -182,16 +182,17 @@ class Scheduler:
         here = self.services.identity
         return unmet(spec.requires, every_label(here.labels, node=here.node, model=here.model))
 
-    async def _check_nodes(self, spec: TaskSpec, *, here: bool) -> None:
-        """Raise Refused for a task that nodes of several models could run, or none of the log, which knows
-        nodes for a day; Busy where those that could are away. `here`: this one could. What else it needs is
-        checked by the node that begins it.
+    async def _check_nodes(self, spec: TaskSpec, *, here: bool) -> str:
+        """The model that the task is for: nodes of another, which may come later, are to leave it. Raises
+        Refused for a task that nodes of several models could run, or none of the log, which knows nodes for a
+        day; Busy where those that could are away. `here`: this one could. What else it needs is checked by
+        the node that begins it.
         """
         rows = await self.log.nodes()
         able = [row for row in rows if unmet(spec.requires, row.facts.labels) is None]
-        check_one_model(spec.requires, (row.facts.labels for row in able if "" in row.serving))
+        model = one_model(spec.requires, (row.facts.labels for row in able if "" in row.serving))
         if here or able or self._unmet(spec) is None:
-            return
+            return model
         away = sorted(
             row.facts.name
             for row in await self.log.nodes(every=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from polarnode.core.errors import Refused
-from polarnode.core.labels import check_one_model, every_label, label_texts, unmet
+from polarnode.core.labels import every_label, label_texts, one_model, unmet
 
 
 def test_own_labels_win_over_settings() -> None:
@@ -24,9 +24,9 @@ def test_label_texts_have_one_order() -> None:
 
 def test_one_of_several_models_is_named() -> None:
     policy, judge = {"model": "policy", "gpu": "x"}, {"model": "judge"}
-    check_one_model({}, [policy, policy])
-    check_one_model({"model": "judge"}, [judge])
-    check_one_model({}, [])
+    assert one_model({}, [policy, policy]) == "policy"
+    assert one_model({"model": "judge"}, [judge]) == one_model({"model": "judge"}, []) == "judge"
+    assert one_model({}, []) == ""
     with pytest.raises(Refused, match=r"serve judge, policy: .* as requires\.model = judge") as refused:
-        check_one_model({}, [policy, judge])
+        one_model({}, [policy, judge])
     assert refused.value.path == "$.requires.model"

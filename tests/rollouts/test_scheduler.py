@@ -79,7 +79,8 @@ async def test_some_node_can_run_what_is_taken(
 
     async with town(tmp_path) as place:
         with nullcontext() if error is None else pytest.raises(error, match=sentence):
-            await place.scheduler._check_nodes(task(requires=requires), here=False)
+            model = await place.scheduler._check_nodes(task(requires=requires), here=False)
+            assert model == requires.get("model", "tiny")
 
 
 async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_path: Path) -> None:

@@ -635,6 +635,18 @@ def test_missing_migrations_named(cluster: Cluster) -> None:
         check_version(db)
 
 
+async def test_task_stays_with_its_model(dsn: str) -> None:
+    """A node of another model that joins later leaves what waits; the task itself stays as it was sent."""
+    spec = make_spec(num_samples=1)
+    async with open_postgres(dsn) as log:
+        node = await join(log)
+        record = await log.submit(spec, task_id="t", session_ids=("t-0",), submitted=NOW, model="policy")
+        assert record.spec.requires == {}
+        assert await claim(log, node, labels={"model": "judge"}) == ()
+        (held,) = await claim(log, node, labels={"model": "policy"})
+        assert held.spec.requires == {}
+
+
 # ── roles ─────────────────────────────────────────────────────────────────────
 
 
