@@ -276,7 +276,7 @@ def control_plane(
     guard: BrowserGuard | None = None,
     extensions: Iterable[Extension] = (),
 ) -> QuartTrio:
-    """Create the app that serves `routes`, a node's or a fleet's, and the extensions'.
+    """Create the app that serves a node's `routes` and the extensions'.
 
     With `token` None every request that `guard` lets pass is accepted: bind the app to a loopback address
     only. Without a `guard` loopback's names are served, and every name where there is a token.

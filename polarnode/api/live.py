@@ -16,7 +16,7 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.exports import KEEP_ALIVE_S
-from polarnode.api.proxy import PASSED_TO, ROSTER_S, Astray, OtherNodes, answer_for
+from polarnode.api.proxy import NODES_S, PASSED_TO, Astray, OtherNodes, answer_for
 from polarnode.api.query import read_query
 from polarnode.api.service import Service
 from polarnode.client.requests import query_string
@@ -223,7 +223,7 @@ class LiveBody(AsyncIterator[bytes]):
                     nursery.start_soon(_within, scope, self._read_on, row)
             if not self.follow and self._over.issuperset(rows):
                 return
-            await trio.sleep(ROSTER_S)
+            await trio.sleep(NODES_S)
 
     async def _read_on(self, row: NodeRow) -> None:
         """Read a node, again and again as its connection breaks."""

@@ -27,14 +27,14 @@ from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.core.labels import unmet
+from polarnode.core.labels import one_model, unmet
 from polarnode.http.asgi import RouteRow, body_json
 from polarnode.http.link import Link, OpenAnswer
 from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeRow
 
 # names the node that a request was passed on to. Whoever else receives it has an address that is another's.
 PASSED_TO: Final = "Polarnode-Passed-To"
-ROSTER_S: Final = 1.0  # the nodes that are alive are asked for once in so long: a sign of life comes as often
+NODES_S: Final = 1.0  # the nodes that are alive are asked for once in so long: a sign of life comes as often
 ALL_S: Final = 10.0  # for one node's word when all are asked: a page waits for the slowest
 # without a byte of an answer that is passed on: a teacher reads millions of tokens in minutes, and the end of
 # a capture waits for its test
@@ -113,7 +113,7 @@ class OtherNodes:
         if now < self._until:
             await trio.lowlevel.checkpoint()
             return self._alive
-        self._until = now + ROSTER_S
+        self._until = now + NODES_S
         try:
             found = await self.log.nodes()
         except LogAway:
@@ -346,16 +346,21 @@ class PassingRoutes:
             raise Refused(
                 f"no node that is alive serves the model {model!r}: they serve {there}", path="?model"
             )
-        row = await self._able({} if model is None else {"model": model}, engines=True) if rows else None
+        named = {} if model is None else {"model": model}
+        row = await self._able(named, engines=True, path="?model") if rows else None
         return await (here() if row is None else pass_on(self.others, row))
 
-    async def _able(self, requires: Mapping[str, object], *, engines: bool = False) -> NodeRow | None:
+    async def _able(
+        self, requires: Mapping[str, object], *, engines: bool = False, path: str = "$.requires.model"
+    ) -> NodeRow | None:
         """The node with the least to do that has these labels, and with `engines` some; None where this one
         has, or no node has: this one says then what it lacks.
         """
         labels = {name: str(each) for name, each in requires.items()}
         rows = [row for row in await self.others.log.nodes() if unmet(labels, row.facts.labels) is None]
         able = [row for row in rows if "" in row.serving or not engines]
+        if engines:  # a task says so itself
+            one_model(labels, (row.facts.labels for row in able), path=path)
         if not able or any(row.facts.name == self.others.name for row in able):
             return None
         return min(able, key=lambda row: row.running)

@@ -91,8 +91,9 @@ async def _serve(config: NodeConfig, listener: socket, console: Console, self_si
                 logger.warning("node %s is not ready: %s", config.node_id, why)
                 console.print(f"· it is not ready: {why}", style="bold yellow", soft_wrap=True)
             console.print(f"· its page is {url}/ui/", style="dim", soft_wrap=True)
+            named = f" --url {url}" if config.log is None else ""  # or by that export, with the certificate
             console.print(
-                f"· submit tasks with: polarnode submit task.toml --url {url}; Ctrl-C stops", style="dim"
+                f"· submit tasks with: polarnode submit task.toml{named}; Ctrl-C stops", style="dim"
             )
             await requested(stop)
             await _end(node, console)

@@ -41,8 +41,8 @@ def serve(ctx: click.Context, /, **params: Any) -> None:
 @as_json
 @node_address
 def status(as_json: bool, url: str, token: str | None) -> None:
-    """Show the state of a node, or of a fleet's nodes: stages, engines with their KV caches, the journal, how
-    far consumers are behind, and warnings.
+    """Show the state of a node, and the nodes of its log: stages, engines with their KV caches, the journal,
+    how far consumers are behind, and warnings.
 
     \b
     polarnode status

@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 class PolarnodeClient:
     """A client of one node's control plane. Threads may share it.
 
-    * `base_url`: the address of the node or front, `https://HOST:PORT#SHA256` with the certificate that is
-      trusted. `token`: the bearer token, if the node has one.
+    * `base_url`: the address of the node, or of any that share a log, `https://HOST:PORT#SHA256` with the
+      certificate that is trusted. `token`: the bearer token, if the node has one.
     * `patience_s`: seconds to wait for a node that is away or full, since its last sign of life, before the
       error is raised.
     * `ack_every_s`: the least seconds between two acknowledgements of one stream.
@@ -551,8 +551,8 @@ class PolarnodeClient:
 
     def timeseries(self, *, since: float | None = None) -> TimeSeries:
         """Return a sample every ten seconds of what the node did in the last six hours: calls, cache, tokens
-        and sessions. `since`: only samples after this time, in seconds since the epoch. A fleet's front has
-        none: ask its nodes.
+        and sessions. `since`: only samples after this time, in seconds since the epoch. Of nodes that share
+        a log each has its own.
         """
         return self._run(ask(requests.timeseries(since=since)))
 

@@ -25,13 +25,11 @@ MOST_ROWS, MOST_TOKENS = 1024, 1 << 22
 
 @frozen(kw_only=True)
 class HeldWeights:
-    """The weights that a node can score by. `teachers` is None where they are not listed, as by a fleet's
-    front; `version` and `adapters` are those of the policy.
-    """
+    """The weights that a node can score by. `version` and `adapters` are those of the policy."""
 
     version: str
     adapters: AdaptersState
-    teachers: tuple[str, ...] | None
+    teachers: tuple[str, ...]
 
     def choose(self, name: str) -> "Chosen":
         """The weights that a name means. Raises Refused, naming those that are held, for any other."""
@@ -41,7 +39,7 @@ class HeldWeights:
             if each.version and name in (each.name, each.version):
                 version = each.version if name == each.version != each.name else None
                 return Chosen(engine=POLICY, adapter=each.name, version=version)
-        if self.teachers is None or name in self.teachers:  # a node behind a front says itself what it has
+        if name in self.teachers:
             return Chosen(engine=name)
         held = [f"{self.version or 'weights without a name'} (policy)"]
         held += [f"{each.version} (adapter {each.name})" for each in self.adapters.adapters if each.version]
@@ -88,11 +86,10 @@ def _held() -> Script[HeldWeights]:
     status = yield from ask(requests.status())
     weights = yield from _where_there_are(requests.weights_status())
     adapters = yield from _where_there_are(requests.adapters())
-    teachers = status.get("teachers")
     return HeldWeights(
         version="" if weights is None else weights.version,
         adapters=adapters or AdaptersState(),
-        teachers=None if teachers is None else tuple(teachers),
+        teachers=tuple(status.get("teachers") or ()),
     )
 
 

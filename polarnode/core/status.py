@@ -155,7 +155,7 @@ class EvaluationStatus:
 @frozen(kw_only=True)
 class Consumer:
     """A named reader of the stream. `behind_events` counts the events of all kinds after its position,
-    whatever it filters; `behind_bytes` is about their size. A fleet's position is text.
+    whatever it filters; `behind_bytes` is about their size. In a log that nodes share a position is text.
 
     * `missed`: events after its position that were pruned, which a `gap` event reports to it.
     * `moved`: when its position last moved. `last_seen`: when it last acknowledged, or opened or closed a

@@ -132,11 +132,11 @@ class Node:
             copies=services.copies,
             patient=False,
         )
-        home, parent = await parents.home(fork), await parents.parent(fork)
-        if home is not None and parent is not None and not parent.count:
+        elsewhere, parent = await parents.elsewhere(fork), await parents.parent(fork)
+        if elsewhere is not None and parent is not None and not parent.count:
             return  # its turns are at the other node yet
         parent = check_fork(spec, fork, parent)
-        if home is not None:
+        if elsewhere is not None:
             return
         if fork.by == "freeze":
             await find_frozen(services, spec, fork, parent)

@@ -60,7 +60,7 @@ class ForkNodes:
         """The sessions that had a session's place before it."""
         return await self._asked(lambda: self.log.earlier_attempts(place))
 
-    async def home(self, fork: ForkSpec) -> str | None:
+    async def elsewhere(self, fork: ForkSpec) -> str | None:
         """The other node where a fork must begin; None where it may begin here."""
         if not self.log.shared:
             return None
@@ -83,9 +83,9 @@ class ForkNodes:
 
     async def insist_here(self, fork: ForkSpec) -> None:
         """Raise ForkElsewhere for a fork that must begin at another node."""
-        home = await self.home(fork)
-        if home is not None:
-            raise ForkElsewhere(f"it begins at node {home}, which has session {fork.session}")
+        node = await self.elsewhere(fork)
+        if node is not None:
+            raise ForkElsewhere(f"it begins at node {node}, which has session {fork.session}")
 
     async def _asked(self, ask: Callable[[], Awaitable[T]]) -> T:
         while True:

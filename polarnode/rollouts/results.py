@@ -89,9 +89,14 @@ class Results:
                 self._take(each)
         return frozenset(each.ended.identity.session_id for each in kept)
 
+    def is_another(self, identity: str) -> bool:
+        """Whether a log of this identity was not told yet what is kept here. "": it is not known."""
+        return self._identity is not None and identity not in ("", self._identity)
+
     async def tell_again(self) -> None:
-        """The log was away. Where it has another identity now, its new primary may lack what the old one
-        acknowledged: everything that is kept is told again, which changes nothing where it is known.
+        """The log was away, or is another. Where it has another identity now, its new primary may lack what
+        the old one acknowledged: everything that is kept is told again, which changes nothing where it is
+        known.
         """
         if self.held is None:
             return
@@ -218,6 +223,7 @@ class Results:
                 session_ids=tuple(ids),
                 idempotency_key=claim.idempotency_key,
                 submitted=claim.submitted,
+                model=ended.identity.model,
             )
         )
         return await self.told(lambda: self.log.finish(claim, ended))

@@ -18,8 +18,8 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.containers.pool import Demand
-from polarnode.core.errors import Refused
-from polarnode.core.labels import every_label, label_texts, unmet
+from polarnode.core.errors import Busy, Refused
+from polarnode.core.labels import every_label, label_texts, one_model, unmet
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.task import CAPTURE, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -36,6 +36,7 @@ from polarnode.groups.group import (
 from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import (
+    RETRY_S,
     Claim,
     Ended,
     EndingCause,
@@ -158,10 +159,12 @@ class Scheduler:
         idempotency_key: str | None = None,
         callback_kinds: Sequence[str] = (),
     ) -> tuple[str, tuple[str, ...]]:
-        """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused."""
-        if self.log.shared and (self.most_claimed == 0 or self._unmet(spec) is not None):
-            await self._check_elsewhere(spec)
-        else:
+        """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused, and Busy where
+        only nodes that are away could run it.
+        """
+        here = not self.log.shared or (self.most_claimed > 0 and self._unmet(spec) is None)
+        model = await self._check_nodes(spec, here=here) if self.log.shared else ""
+        if here:
             self.check(spec)
         task_id = spec.task_id or f"task-{new_id()}"
         record = await self.log.submit(
@@ -171,6 +174,7 @@ class Scheduler:
             idempotency_key=idempotency_key,
             callback_kinds=tuple(callback_kinds),
             submitted=self.now(),
+            model=model,
         )
         return record.task_id, tuple(session.session_id for session in record.sessions)
 
@@ -178,13 +182,27 @@ class Scheduler:
         here = self.services.identity
         return unmet(spec.requires, every_label(here.labels, node=here.node, model=here.model))
 
-    async def _check_elsewhere(self, spec: TaskSpec) -> None:
-        """Raise Refused for a task that other nodes are to run, where none has the labels that it requires.
-        What else it needs is checked by the node that begins it.
+    async def _check_nodes(self, spec: TaskSpec, *, here: bool) -> str:
+        """The model that the task is for: nodes of another, which may come later, are to leave it. Raises
+        Refused for a task that nodes of several models could run, or none of the log, which knows nodes for a
+        day; Busy where those that could are away. `here`: this one could. What else it needs is checked by
+        the node that begins it.
         """
         rows = await self.log.nodes()
-        if self._unmet(spec) is None or any(unmet(spec.requires, row.facts.labels) is None for row in rows):
-            return
+        able = [row for row in rows if unmet(spec.requires, row.facts.labels) is None]
+        model = one_model(spec.requires, (row.facts.labels for row in able if "" in row.serving))
+        if here or able or self._unmet(spec) is None:
+            return model
+        away = sorted(
+            row.facts.name
+            for row in await self.log.nodes(every=True)
+            if row.state in ("lost", "left") and unmet(spec.requires, row.facts.labels) is None
+        )
+        if away:
+            raise Busy(
+                f"only nodes that are away have the labels that requires names: {', '.join(away)}",
+                retry_after=RETRY_S,
+            )
         there = "; ".join(f"{row.facts.name} has {label_texts(row.facts.labels)}" for row in rows)
         raise Refused(
             f"no node of this log has the labels that requires names: {there}; correct requires, or start a"
@@ -232,12 +250,13 @@ class Scheduler:
     async def run(self, ready: trio.Event) -> None:
         """Claim places and end what must be ended, until cancelled."""
         ready.set()
-        away = False
+        away, results = False, self.registry.results
         while True:
             seen = self.log.place_news
             try:
-                if away:
-                    await self.registry.results.tell_again()
+                # whoever used the connections first may have met the new primary, so that none was lost here
+                if away or (self.log.shared and results.is_another(self.log.standing.log)):
+                    await results.tell_again()
                 if self.log.lost and not self.replaced:
                     await self._join_again()
                 await self._look()

@@ -27,6 +27,7 @@ from polarnode.api.app import control_plane
 from polarnode.api.proxy import PASSED_TO, NodeGone, PassingRoutes, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Unreachable
+from polarnode.core.errors import Refused
 from polarnode.core.status import SessionChanges
 from polarnode.http.server import Address, Certificate, open_server
 from polarnode.journal.log.port import NodeFacts, NodeRow
@@ -358,6 +359,27 @@ async def test_which_node_takes_it(requires: dict[str, str], engines: bool, foun
     async with open_others(log, name="a", token=None) as others:
         row = await PassingRoutes(others)._able(requires, engines=engines)
         assert (None if row is None else row.incarnation) == found
+
+
+async def test_what_names_no_model_is_refused() -> None:
+    """A capture, or rows to score, would be of whichever model's node has the least to do."""
+    rows = tuple(
+        NodeRow(
+            incarnation=number,
+            facts=NodeFacts(name=name, labels={"model": name}),
+            state="alive",
+            sign=0,
+            serving={"": "0"},
+        )
+        for number, name in enumerate(("judge", "policy"))
+    )
+    log: Any = NodesOnly(rows[0], rows)
+    async with open_others(log, name="here", token=None) as others:
+        routes = PassingRoutes(others)
+        with pytest.raises(Refused, match="serve judge, policy") as refused:
+            await routes._able({}, engines=True, path="?model")
+        assert refused.value.path == "?model"
+        assert await routes._able({"model": "policy"}, engines=True) == rows[1]
 
 
 async def test_an_answer_that_breaks_off_is_cut(tmp_path: Path) -> None:

@@ -44,10 +44,6 @@ def test_weights_that_are_not_held_are_refused_with_those_that_are(name: str) ->
     )
 
 
-def test_a_front_does_not_list_teachers_and_a_node_behind_it_answers() -> None:
-    assert held(teachers=None).choose("large") == Chosen(engine="large")
-
-
 def test_a_node_without_weights_of_its_own_has_its_servers() -> None:
     bare = held(version="", adapters=AdaptersState())
     assert bare.choose("policy") == Chosen(engine="policy")

@@ -1,6 +1,9 @@
 """Labels: what every node has of itself, and what a task requires that a node lacks."""
 
-from polarnode.core.labels import every_label, label_texts, unmet
+import pytest
+
+from polarnode.core.errors import Refused
+from polarnode.core.labels import every_label, label_texts, one_model, unmet
 
 
 def test_own_labels_win_over_settings() -> None:
@@ -17,3 +20,13 @@ def test_unmet_names_the_label() -> None:
 
 def test_label_texts_have_one_order() -> None:
     assert label_texts({"b": "2", "a": "1"}) == label_texts({"a": "1", "b": "2"}) == "a=1, b=2"
+
+
+def test_one_of_several_models_is_named() -> None:
+    policy, judge = {"model": "policy", "gpu": "x"}, {"model": "judge"}
+    assert one_model({}, [policy, policy]) == "policy"
+    assert one_model({"model": "judge"}, [judge]) == one_model({"model": "judge"}, []) == "judge"
+    assert one_model({}, []) == ""
+    with pytest.raises(Refused, match=r"serve judge, policy: .* as requires\.model = judge") as refused:
+        one_model({}, [policy, judge])
+    assert refused.value.path == "$.requires.model"

@@ -27,7 +27,7 @@ NOTE = re.compile(r"needs (a|an|the) [^,.]+|needs systemd|tested by (?P<tests>\S
 NEEDS = {
     "a GPU": r"--gpus\b|--tp\b|CUDA_VISIBLE_DEVICES|make gpu|vllm serve|sglang\.launch_server",
     "a checkpoint": r"/models/|--model MODEL",
-    "other hosts": r"https?://10\.0\.0\.|--host 10\.0\.0\.|--nodes http",
+    "other hosts": r"https?://10\.0\.0\.|--host 10\.0\.0\.",
     "a Ray cluster": r"\bray job|--ray auto|polarnode\[ray\]",
     "a trainer's installation": r"atroposlib|\brun-api\b|uv run|torchrun|examples/trainers/|python (train|environment)\.py",
     "tables or datasets of the reader's": r"terminal-bench-2/|SWE-bench_Verified|tasks\.jsonl|held-out\.jsonl|hello/$|mended\.toml",

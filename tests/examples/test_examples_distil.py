@@ -8,6 +8,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from attrs import evolve
 from sampling_node import StandIn
 
+from polarnode.cli import fleet, main
 from polarnode.core.arrays import floats
 from polarnode.core.codec import read_task
 from polarnode.groups import Group
@@ -149,3 +151,33 @@ def test_a_node_of_its_own_is_told_its_teachers(tmp_path: Path, monkeypatch: pyt
         pass
     config = read_config(toml=Path(asked[0][asked[0].index("--config") + 1]).read_text())
     assert config.teachers["big"] == TeacherConfig(model=str(TINY_MODEL.resolve()), cpu=True)
+
+
+def test_nodes_of_one_run_share_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options are those of `polarnode fleet`, and the log is no one else's, who would have to run its tasks."""
+    asked: list[tuple[list[str], dict[str, str]]] = []
+
+    def refuse(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        asked.append((command, env))
+        raise OSError("no node here")
+
+    @contextmanager
+    def log() -> Iterator[str]:
+        yield "host=/run/own"
+
+    monkeypatch.setattr(own_node.subprocess, "Popen", refuse)
+    monkeypatch.setattr(own_node, "own_log", log)
+    monkeypatch.setenv("POLARNODE_LOG", "host=others")
+    for nodes in (1, 2):
+        with (
+            pytest.raises(OSError, match="no node here"),
+            own_node.own_node(tmp_path, run_limit=3, nodes=nodes, model=TINY_MODEL),
+        ):
+            pass
+    (alone, of_alone), (several, of_several) = asked
+    assert "--port" in alone
+    assert "POLARNODE_LOG" not in of_alone
+    assert of_several["POLARNODE_LOG"] == "host=/run/own"
+    assert several[3] == "fleet"
+    assert main.make_context("polarnode", alone[3:]).params["port"] > 0
+    assert fleet.fleet.make_context("fleet", several[4:]).params["local"] == 2

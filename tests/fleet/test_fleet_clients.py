@@ -318,7 +318,7 @@ def test_a_fresh_reader_of_a_used_fleet_begins_at_the_newest_event(trainer: Trai
 
 
 def raise_of(url: str) -> None:
-    """Ask a front for what no client of ours asks."""
+    """Ask a node for what no client of ours asks."""
     request = Request(f"{url}/v1/trajectories/stream?begin=newest&after=0")
     request.add_header("Authorization", f"Bearer {TOKEN}")
     try:

@@ -62,7 +62,7 @@ def settings_of(url: str, run: str, **more: Any) -> PluginSettings:
     return PluginSettings(url=url, token=TOKEN, run=run, template=template(**more), patience_s=60.0)
 
 
-def homes(client: PolarnodeClient, run: str) -> set[str]:
+def nodes_of(client: PolarnodeClient, run: str) -> set[str]:
     """The nodes that ran the sessions of a run."""
     events = client.trajectories(follow=False, kinds=("trajectory",))
     return {event.data["node"] for event in events if event.data["task_id"].startswith(run)}
@@ -77,7 +77,7 @@ def test_the_groups_of_a_plug_in_come_from_both_nodes(url: str, client: Polarnod
     groups = rollout_groups(settings, specs)
     assert [group.task_id for group in groups] == [spec.task_id for spec in specs]
     assert [len(group.usable) for group in groups] == [3] * 6
-    assert len(homes(client, "groups")) == 2
+    assert len(nodes_of(client, "groups")) == 2
 
 
 def test_who_leaves_takes_the_task_along(url: str, client: PolarnodeClient) -> None:
@@ -135,7 +135,7 @@ def test_trls_rollout_function_is_given_the_rows_of_a_fleet(url: str, client: Po
         [trace] = client.trajectory(name).traces
         assert list(trace.token_ids)[-len(ids) :] == list(ids)
         assert len(logprobs) == len(ids)
-    assert len(homes(client, "trl")) == 2
+    assert len(nodes_of(client, "trl")) == 2
 
 
 def test_trls_asynchronous_worker_reads_groups_of_a_fleet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

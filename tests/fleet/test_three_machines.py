@@ -198,6 +198,7 @@ def test_newcomers_machines_are_a_fleet(machines: list[FakeMachine], cluster: Cl
         machine.start(line.replace("10.0.0.5", f"10.0.0.{machine.name[-1]}"))
         until(lambda: "POLARNODE_URL=" in machine.printed, machines)
         (url,) = re.findall(r"POLARNODE_URL='(\S+)'", machine.printed)
+        until(lambda: "polarnode submit task.toml; Ctrl-C stops" in machine.printed, machines)
         return str(url)
 
     def alive(url: str) -> set[str]:

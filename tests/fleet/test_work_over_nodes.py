@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import psycopg
 import pytest
 import session_kit as kit
 import trio
@@ -132,6 +133,31 @@ async def test_evaluation_of_a_lost_node_is_finished(
         assert found.sessions[0].state == "evaluated", found.sessions
 
 
+# ── another primary ───────────────────────────────────────────────────────────
+
+
+async def test_log_without_results_is_told_again(dsn: str, tmp_path: Path) -> None:
+    """The log is an earlier one from one moment to the next, as behind a proxy, and no call of it failed."""
+    lacks = (
+        "BEGIN; SET search_path = polarnode; TRUNCATE tasks, sessions, events, bodies CASCADE;"
+        " UPDATE log SET position = 0; SELECT mark_restored(); COMMIT"
+    )
+    async with hollow_nodes(tmp_path, 1, token="secret", settings={"log": dsn}) as nodes:
+        async with AsyncPolarnodeClient(nodes[0].url, token="secret") as client:
+            taken = await client.submit(hollow_task(samples=1, seconds=0.1))
+            with trio.fail_after(60):
+                await anext(aiter(client.groups()))
+        with psycopg.connect(dsn, autocommit=True) as db:
+            db.execute(lacks)
+        async with open_postgres(dsn, watch=False) as log:
+
+            async def told() -> bool:
+                return f"group:{taken.task_id}" in await keys(log)
+
+            await until(told)
+            assert await log.trajectory(taken.session_ids[0]) is not None
+
+
 # ── groups and forks ──────────────────────────────────────────────────────────
 
 
@@ -171,7 +197,7 @@ async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
             ForkSpec(session=held.session_id, turn=1, by=by)
             for by in cast(tuple[Any, ...], ("replay", "resume"))
         )
-        assert await here.home(replay) == "a", "its turns are not in the log yet"
+        assert await here.elsewhere(replay) == "a", "its turns are not in the log yet"
         with pytest.raises(ForkElsewhere, match="node a, which has session t-0"):
             await here.insist_here(replay)
         await first.finish(held, end(held, turns=3))
@@ -179,9 +205,9 @@ async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
         found = await here.parent(replay)
         assert found is not None
         assert (len(found.turns), found.count) == (1, 3)
-        assert await here.home(resume) == "a", "its snapshots are on the disk of its node"
+        assert await here.elsewhere(resume) == "a", "its snapshots are on the disk of its node"
         await first.leave(root_node)
-        assert await here.home(resume) is None, "nobody has it any more: the fork says so itself"
+        assert await here.elsewhere(resume) is None, "nobody has it any more: the fork says so itself"
 
 
 async def test_fork_that_belongs_elsewhere_is_given_back(

@@ -783,7 +783,7 @@ PARTS = (
 
 CURSORS = "tests/core/test_cursors.py"
 
-FLEET = rules(
+CURSORED = rules(
     "core.cursors",
     (
         "a position in a shared log does not name it",
@@ -919,7 +919,7 @@ MUTANTS = (
     *TRAINING,
     *CHECKING,
     *PARTS,
-    *FLEET,
+    *CURSORED,
     *REPEATED,
     *WAITING,
 )

@@ -56,7 +56,7 @@ def held_out_task() -> Any:
 def client(
     request: Any, podman_works: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[PolarnodeClient]:
-    """Of a node that takes adapters, and of the front of two."""
+    """Of a node that takes adapters, and of the first of two."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
         from examples.grpo.own_node import own_node
@@ -83,7 +83,7 @@ def nodes_of(client: PolarnodeClient) -> int:
 
 
 def spec_by_turns(client: PolarnodeClient) -> Callable[..., dict[str, Any]]:
-    """`spec`, each next task on the next node: where a front places them depends on how fast its nodes are."""
+    """`spec`, each next task on the next node: where they run else depends on which node has room first."""
     names = cycle([node["name"] for node in client.status().get("nodes", ())] or [""])
 
     def placed(task: Any, **more: Any) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """Tasks become sessions: taken whole or not at all, in their order, and over when they are over."""
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from memory_log import MemoryLog
 from session_kit import agent, task, town
 from trio.abc import Clock
 
 from polarnode.containers.pool import Demand
-from polarnode.core.errors import JournalError, Refused
+from polarnode.core.errors import Busy, JournalError, Refused
 from polarnode.core.task import (
     BuilderSpec,
     CarrySpec,
@@ -22,6 +24,7 @@ from polarnode.core.task import (
     RuntimeSpec,
     TaskSpec,
 )
+from polarnode.journal.log.port import NodeFacts, NodeRow
 from polarnode.merge.token_extras import CallExtras
 from polarnode.rollouts import scheduler as scheduler_module
 from polarnode.rollouts.admission import admitted
@@ -31,6 +34,53 @@ PROGRAMS = {"agent": agent(turns=2, each=10.0)}
 
 
 # ── taking a task ─────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("requires", "error", "sentence"),
+    [
+        ({}, Refused, "serve large, tiny: name the one that is meant, as requires.model = large"),
+        ({"model": "large"}, None, ""),
+        ({"gpu": "x"}, None, ""),
+        ({"gpu": "y"}, Busy, "only nodes that are away have the labels that requires names: c, d"),
+        (
+            {"gpu": "z"},
+            Refused,
+            "no node of this log has the labels that requires names: a has gpu=x, model=tiny",
+        ),
+    ],
+    ids=["no model", "a model", "a label", "away", "nobody"],
+)
+async def test_some_node_can_run_what_is_taken(
+    requires: dict[str, str],
+    error: type[Exception] | None,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """One that is started again comes back with its labels: a client waits for it, and is told of no mistake."""
+
+    def row(name: str, state: Any, **labels: str) -> NodeRow:
+        facts = NodeFacts(name=name, labels=labels)
+        return NodeRow(incarnation=1, facts=facts, state=state, sign=0, serving={"": "0"})
+
+    rows = (
+        row("a", "alive", gpu="x", model="tiny"),
+        row("b", "alive", model="large"),
+        row("c", "lost", gpu="y", model="tiny"),
+        row("d", "left", gpu="y", model="tiny"),
+        row("e", "replaced", gpu="z", model="tiny"),
+    )
+
+    async def nodes(_: object, *, every: bool = False) -> tuple[NodeRow, ...]:
+        return tuple(each for each in rows if every or each.state == "alive")
+
+    monkeypatch.setattr(MemoryLog, "nodes", nodes, raising=False)
+
+    async with town(tmp_path) as place:
+        with nullcontext() if error is None else pytest.raises(error, match=sentence):
+            model = await place.scheduler._check_nodes(task(requires=requires), here=False)
+            assert model == requires.get("model", "tiny")
 
 
 async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_path: Path) -> None:

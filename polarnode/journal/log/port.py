@@ -296,9 +296,11 @@ class Places(Protocol):
         idempotency_key: str | None = None,
         callback_kinds: tuple[str, ...] = EVENT_KINDS,
         submitted: float,
+        model: str = "",
     ) -> TaskRecord:
         """Accept a task; all of it or nothing. Where its key is known the task of that key is given, and
-        where its id is taken by another task Conflict is raised.
+        where its id is taken by another task Conflict is raised. `model`: what its places require besides
+        what the task says, which stays as it was sent; a node alone has one.
         """
 
     async def claim(self, offer: Offer) -> tuple[Claim, ...]:

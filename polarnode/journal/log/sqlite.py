@@ -123,6 +123,7 @@ class SqliteLog:
         idempotency_key: str | None = None,
         callback_kinds: tuple[str, ...] = EVENT_KINDS,
         submitted: float,
+        model: str = "",
     ) -> TaskRecord:
         check_names(spec, task_id, session_ids, idempotency_key)
         while True:

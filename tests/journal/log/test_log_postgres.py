@@ -25,7 +25,12 @@ from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
 from polarnode.journal.log.postgres import callbacks, events, membership, places
 from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
-from polarnode.journal.log.postgres.migrations import Migration, check_version, read_migrations
+from polarnode.journal.log.postgres.migrations import (
+    Migration,
+    check_version,
+    prepare_tables,
+    read_migrations,
+)
 from polarnode.journal.values import Retention
 
 # ── wake-ups ──────────────────────────────────────────────────────────────────
@@ -624,6 +629,28 @@ def test_failed_migration_leaves_nothing(cluster: Cluster) -> None:
         check_version(db)
 
 
+def test_nodes_begin_on_an_empty_database(cluster: Cluster) -> None:
+    """One makes the tables and the others wait: what is made in between is no log of another version."""
+    dsn = cluster.database(())
+    refused: list[Exception] = []
+
+    def begin() -> None:
+        with open_database(dsn, name="x") as db:
+            try:
+                prepare_tables(db)
+            except ConfigError as error:
+                refused.append(error)
+
+    nodes = [threading.Thread(target=begin) for _ in range(8)]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.join()
+    assert refused == []
+    with open_database(dsn, name="x") as db:
+        check_version(db)
+
+
 def test_missing_migrations_named(cluster: Cluster) -> None:
     dsn = cluster.database(read_migrations()[:1])
     with (
@@ -631,6 +658,18 @@ def test_missing_migrations_named(cluster: Cluster) -> None:
         pytest.raises(ConfigError, match=r"lacks 0002_functions\.sql, 0003_roles\.sql"),
     ):
         check_version(db)
+
+
+async def test_task_stays_with_its_model(dsn: str) -> None:
+    """A node of another model that joins later leaves what waits; the task itself stays as it was sent."""
+    spec = make_spec(num_samples=1)
+    async with open_postgres(dsn) as log:
+        node = await join(log)
+        record = await log.submit(spec, task_id="t", session_ids=("t-0",), submitted=NOW, model="policy")
+        assert record.spec.requires == {}
+        assert await claim(log, node, labels={"model": "judge"}) == ()
+        (held,) = await claim(log, node, labels={"model": "policy"})
+        assert held.spec.requires == {}
 
 
 # ── roles ─────────────────────────────────────────────────────────────────────
@@ -643,6 +682,16 @@ def _login(cluster: Cluster, dsn: str, role: str) -> str:
     ):
         db.execute(f"CREATE ROLE a_{role} LOGIN IN ROLE polarnode_{role}".encode())
     return dsn.replace("user=postgres", f"user=a_{role}")
+
+
+def test_restore_is_marked_by_its_full_name(cluster: Cluster) -> None:
+    """An administrator's session has no search path of ours."""
+    with psycopg.connect(cluster.database(), autocommit=True) as db:
+        marked = "SELECT polarnode.mark_restored() AS identity"
+        first, second = (db.execute(marked).fetchone() for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first != second
 
 
 async def test_node_role_does_all(cluster: Cluster) -> None:

@@ -68,8 +68,3 @@ def callback_counts(db: Database) -> CallbackCounts:
     ).fetchone()
     assert row is not None
     return CallbackCounts(**row)
-
-
-def any_pending(db: Database) -> bool:
-    row = db.execute("SELECT EXISTS (SELECT 1 FROM callbacks) AS found").fetchone()
-    return row is not None and bool(row["found"])

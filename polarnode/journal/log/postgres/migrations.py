@@ -109,10 +109,12 @@ def prepare_tables(db: Database) -> None:
     """Make the tables where there are none yet. Raises ConfigError where this node cannot use those that
     there are.
     """
-    if applied_migrations(db):
-        check_version(db)
-    else:
-        migrate(db)  # two nodes that begin at once wait for each other
+    with db.transaction():  # all of them: a node that begins in the same moment waits, and never sees a part
+        db.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
+        if applied_migrations(db):
+            check_version(db)
+        else:
+            migrate(db)
 
 
 def check_version(db: Database) -> None:

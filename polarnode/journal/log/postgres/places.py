@@ -67,6 +67,7 @@ def submit(
     idempotency_key: str | None,
     callback_kinds: tuple[str, ...],
     submitted: float,
+    model: str = "",
 ) -> str:
     """Write a task. Gives its id: that of the task of this key, where there is one."""
     check_names(spec, task_id, session_ids, idempotency_key)
@@ -77,7 +78,7 @@ def submit(
         "submitted": submitted,
         "spec": dump_json(task_json(spec)),
         "priority": spec.priority,
-        "requires": Jsonb(dict(spec.requires)),
+        "requires": Jsonb({**({"model": model} if model else {}), **spec.requires}),
         "image": spec.runtime.image,
         "adapter": spec.adapter,
         "by_caller": spec.harness.name == CAPTURE,

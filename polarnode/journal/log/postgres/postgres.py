@@ -138,6 +138,7 @@ class PostgresLog:
         idempotency_key: str | None = None,
         callback_kinds: tuple[str, ...] = EVENT_KINDS,
         submitted: float,
+        model: str = "",
     ) -> TaskRecord:
         def write(db: Database) -> TaskRecord:
             found = places.submit(
@@ -148,6 +149,7 @@ class PostgresLog:
                 idempotency_key=idempotency_key,
                 callback_kinds=callback_kinds,
                 submitted=submitted,
+                model=model,
             )
             record = queries.task(db, found)
             assert record is not None

@@ -27,7 +27,8 @@ BEGIN
 END $$;
 
 -- Say that this log was put back to an earlier state in a way that no timeline shows.
-CREATE FUNCTION mark_restored() RETURNS text LANGUAGE plpgsql AS $$
+-- An administrator calls it, in a session with another search path than the nodes'.
+CREATE FUNCTION mark_restored() RETURNS text LANGUAGE plpgsql SET search_path = polarnode AS $$
 BEGIN
     PERFORM settle_identity();
     UPDATE log SET restored = restored + 1;
