@@ -93,9 +93,9 @@ class Connection:
                     found = call(db, *args, **kwargs)
                     self.away = None
                     return found
-                except _AGAIN:
-                    if tried == TRIES:
-                        raise
+                except _AGAIN as error:
+                    if tried == TRIES:  # whoever asked makes the call again, later
+                        raise LogAway(f"the log refused a call {TRIES} times: {error}") from error
                 except psycopg.Error as error:
                     self._failed(error)
         raise AssertionError("unreachable")
