@@ -9,6 +9,7 @@ that is killed meanwhile finds the rest at its next start.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -28,6 +29,7 @@ from polarnode.groups.fork_policy import fork_place
 from polarnode.groups.group import (
     EARLY_STOP,
     Facts,
+    facts_of,
     judged,
     lost_to_the_machine,
     member_of,
@@ -35,6 +37,7 @@ from polarnode.groups.group import (
 )
 from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.port import (
     Claim,
     Ended,
@@ -142,7 +145,11 @@ class Scheduler:
     _cohorts: "WeakValueDictionary[str, Cohort]" = field(factory=WeakValueDictionary, init=False)
     # places whose forks must begin at another node, until when this one takes none of them
     _avoided: dict[tuple[str, int], float] = field(factory=dict, init=False)
-    _unsure: bool = field(default=False, init=False)  # an answer to a claim was lost
+    _unsure: bool = field(default=False, init=False)  # an answer that gave a place may have been lost
+    settling: set[str] = field(factory=set, init=False)  # sessions of earlier runs that `recover` settles
+    _strays: list[Claim] = field(factory=list, init=False)  # that this node holds and does not run
+    # of groups that stop early, by task: the usable sessions that ended here
+    _usable: "Counter[str]" = field(factory=Counter, init=False)
     _room: trio.Event = field(factory=trio.Event, init=False)  # set when a session is over
 
     @_demand.default
@@ -211,13 +218,13 @@ class Scheduler:
     async def place_over(self, task_id: str, sample_index: int) -> Facts | None:
         """Wait until a sample of a task is over, at whichever node; None if its end could not be written."""
         while (task_id, sample_index) not in self.registry.results.unwritten:
-            seen = self.log.news
+            seen = self.log.event_news
             # while the log is away no session ends because of it
             over = await self.registry.results.told(lambda: self.log.places_over(task_id))
             for facts in over:
                 if facts.sample_index == sample_index:
                     return facts
-            await self.log.wait_news(seen, LOOK_S)
+            await wait_events(self.log, seen, LOOK_S)
         return None
 
     # ── claims ────────────────────────────────────────────────────────────────
@@ -236,7 +243,8 @@ class Scheduler:
         while True:
             seen = self.log.place_news
             try:
-                if away:
+                # another call may have met the new primary first, and told nobody
+                if away or (self.log.shared and self.registry.results.is_other(self.log.standing.log)):
                     await self.registry.results.tell_again()
                 if self.log.lost and not self.replaced:
                     await self._join_again()
@@ -264,19 +272,23 @@ class Scheduler:
             )
             return
         logger.warning("this node was silent for longer than its lease: it joins the log again")
-        for claim in await self.join(self.facts):
-            if self.registry.results.claim_of(claim.session_id) is not None:
-                self.registry.results.hold(claim)  # it runs here, and ends by the claim of this incarnation
-            else:
-                await self.log.put_back(claim, counts=False)
+        inherited, results = await self.join(self.facts), self.registry.results
+        for claim in inherited:  # all at once: a session that ends meanwhile is refused with its old claim
+            if results.claim_of(claim.session_id) is not None:
+                results.hold(claim)
+            elif claim.session_id not in self.settling:
+                self._strays.append(claim)
 
     async def _look(self) -> None:
         """Ask the log once for everything that it may have for this node."""
-        if self._unsure:  # what it gave to a claim whose answer was lost
-            for claim in await self.log.claims(self.incarnation):
-                if self.registry.results.claim_of(claim.session_id) is None:
-                    self.begin(claim)
+        while self._strays:
+            await self.log.put_back(self._strays[-1], counts=False)
+            self._strays.pop()
+        if self._unsure:  # what it gave with an answer that was lost
             self._unsure = False
+            for claim in await self.log.claims(self.incarnation):
+                if self._is_unknown(claim):
+                    self.begin(claim)
         for claim in await self.log.claim_endings(self.incarnation, ENDINGS_AT_ONCE):
             self._end_unrun(claim)
         for session_id, cause in (await self.log.to_stop(self.incarnation)).items():
@@ -287,6 +299,16 @@ class Scheduler:
         if room > 0 and self._begins():
             for claim in await self.log.claim(self._offer(room)):
                 self.begin(claim)
+
+    def _is_unknown(self, claim: Claim) -> bool:
+        """Whether nothing here runs a session of a claim, ends it, or will."""
+        results = self.registry.results
+        return (
+            results.claim_of(claim.session_id) is None
+            and claim.session_id not in self.settling
+            and (claim.task_id, claim.sample_index) not in results.unwritten
+            and claim.spec.harness.name != CAPTURE  # its caller takes it again
+        )
 
     def _begins(self) -> bool:
         """Whether this node begins new sessions. One that is alone begins what it took, whatever happens."""
@@ -329,6 +351,9 @@ class Scheduler:
         """Begin the session of a claim. What cannot be run here ends with an error, because nobody waits for
         an answer.
         """
+        if self._has_enough(claim):
+            self._end_unrun(evolve(claim, ending="early stop"))
+            return
         self.registry.results.hold(claim)
         try:
             order = self._order(claim)
@@ -466,16 +491,38 @@ class Scheduler:
             await self._give_away(end.trajectory)
             return
         self.registry.end(end)
+        if claim is not None:
+            self._stop_siblings(claim, end.trajectory)
         if session is not None:
             self._list_ended(session_status(session, end.trajectory))
         self._wake()
+
+    def _stop_siblings(self, claim: Claim, ended: Trajectory) -> None:
+        """End at once what a node alone runs, or would begin, of a group that has enough with this session.
+        Nodes that share a log hear of it from there, which says whose sessions have their places.
+        """
+        policy = claim.spec.group
+        if self.log.shared or policy.early_stop_min is None:
+            return
+        self._usable[claim.task_id] += member_of(policy, facts_of(ended)).usable
+        if self._has_enough(claim):
+            for driver in self.registry.of_task(claim.task_id):
+                if driver.identity.session_id != ended.session_id:
+                    driver.cancel(EARLY_STOP)
+
+    def _has_enough(self, claim: Claim) -> bool:
+        enough = claim.spec.group.early_stop_min
+        return enough is not None and self._usable[claim.task_id] >= enough
 
     async def replace(self, lost: Trajectory, *, counts: bool) -> bool:
         """Publish a session that the machine lost outside its group, and begin the next attempt here. False
         where its place is to be ended instead.
         """
-        with trio.CancelScope(shield=True):
-            kept = await self.registry.results.put_back(lost, counts=counts)
+        keep = not (self.registry.stopping and self.log.shared)
+        kept: Claim | None = None
+        with self.registry.results.patience():
+            kept = await self.registry.results.put_back(lost, counts=counts, keep=keep)
+        self._unsure = self._unsure or kept is None  # the answer that gave it may have been lost
         self.services.tally.lost(lost.outcome)
         again = "is not tried again" if kept is None else f"is tried again as {kept.session_id}"
         logger.warning("session %s is lost (%s) and %s", lost.session_id, lost.outcome.reason, again)
@@ -499,6 +546,8 @@ class Scheduler:
             return
         policy = claim.spec.group
         self.services.tally.place(member_of(policy, ended.facts))
+        if answer == "last":
+            self._usable.pop(claim.task_id, None)
         if answer == "last" and claim.spec.harness.name != CAPTURE:  # whose groups nobody asked for
             over = partial(self.log.places_over, claim.task_id)
             facts = await self.registry.results.told(over)
@@ -589,6 +638,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         return
     results = scheduler.registry.results
     inherited = {claim.session_id: claim for claim in await scheduler.join(facts)}
+    scheduler.settling.update(inherited)
     over = await results.restore(inherited)
     unfinished = {each.identity.session_id: each for each in await journal.unfinished()}
     again = 0
@@ -604,6 +654,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         if scheduler.log.shared:  # which has the task
             session = evolve(session, spec=claim.spec)
         again += await _recovered(journal, scheduler, claim, session)
+    scheduler.settling.clear()
     # another has its place, so what it left is an attempt; those that had not begun wait in the log's queue
     for session in (each for each in unfinished.values() if each.began):
         if scheduler.log.shared:
