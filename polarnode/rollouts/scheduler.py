@@ -10,7 +10,7 @@ that is killed meanwhile finds the rest at its next start.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
@@ -73,6 +73,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_IMAGES: Final = 32  # of recent tasks: a node keeps about so many prepared workspaces
 KEPT_ENDED: Final = 10_000  # ended sessions that status still lists: about 1 kB each
+KEPT_GROUPS: Final = 1_000  # that are not over: of others the log is asked
 ENDINGS_AT_ONCE: Final = 64  # places that are ended without a run, between two looks at the rest
 # that a node takes no place of a fork that must begin at another one, which is told when it is given back
 AVOIDED_S: Final = 10.0
@@ -150,6 +151,8 @@ class Scheduler:
     _strays: list[Claim] = field(factory=list, init=False)  # that this node holds and does not run
     # of groups that stop early, by task: the usable sessions that ended here
     _usable: "Counter[str]" = field(factory=Counter, init=False)
+    # by task, what its group is judged by of the samples that ended here
+    _filled: dict[str, dict[int, Facts]] = field(factory=dict, init=False)
     _room: trio.Event = field(factory=trio.Event, init=False)  # set when a session is over
 
     @_demand.default
@@ -297,8 +300,9 @@ class Scheduler:
                 driver.cancel(_cancel_cause(cause))
         room = self.most_claimed - len(self.registry.live(Session))
         if room > 0 and self._begins():
+            known: dict[str, Admitted] = {}
             for claim in await self.log.claim(self._offer(room)):
-                self.begin(claim)
+                self.begin(claim, known)
 
     def _is_unknown(self, claim: Claim) -> bool:
         """Whether nothing here runs a session of a claim, ends it, or will."""
@@ -347,16 +351,16 @@ class Scheduler:
             avoided=frozenset(self._avoided),
         )
 
-    def begin(self, claim: Claim) -> None:
+    def begin(self, claim: Claim, known: dict[str, Admitted] | None = None) -> None:
         """Begin the session of a claim. What cannot be run here ends with an error, because nobody waits for
-        an answer.
+        an answer. `known`: by task, what was found of those that begin in the same moment.
         """
         if self._has_enough(claim):
             self._end_unrun(evolve(claim, ending="early stop"))
             return
         self.registry.results.hold(claim)
         try:
-            order = self._order(claim)
+            order = self._order(claim, {} if known is None else known)
         except Refused as refused:
             reason = f"node {self.services.identity.node} cannot run it: {refused}"
             self._publish_unrun(claim, Outcome(status="error", boundary="node", reason=reason))
@@ -409,9 +413,10 @@ class Scheduler:
         )
         self._list_ended(status)
 
-    def _order(self, claim: Claim) -> SessionOrder:
+    def _order(self, claim: Claim, known: dict[str, Admitted]) -> SessionOrder:
         """The order of a claim's session. Raises Refused if its task would not be accepted here now."""
-        found = self._admitted(claim.spec)
+        found = known.get(claim.task_id) or self._admitted(claim.spec)
+        known[claim.task_id] = found
         group_id = claim.spec.group_id or claim.task_id
         return SessionOrder(
             identity=self.identity_of(claim, found.harness.name, found.harness.version),
@@ -546,13 +551,21 @@ class Scheduler:
             return
         policy = claim.spec.group
         self.services.tally.place(member_of(policy, ended.facts))
-        if answer == "last":
-            self._usable.pop(claim.task_id, None)
-        if answer == "last" and claim.spec.harness.name != CAPTURE:  # whose groups nobody asked for
-            over = partial(self.log.places_over, claim.task_id)
-            facts = await self.registry.results.told(over)
-            group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
-            self.services.tally.groups[group.state] += 1
+        if claim.spec.harness.name == CAPTURE:  # whose groups nobody asked for
+            return
+        filled = self._filled.get(claim.task_id, {})
+        filled[claim.sample_index] = evolve(ended.facts, outcome=evolve(ended.outcome, log_tail=None))
+        remember(self._filled, claim.task_id, filled, most=KEPT_GROUPS)
+        if answer == "now":
+            return
+        await trio.lowlevel.checkpoint()  # for those that were written with it
+        self._usable.pop(claim.task_id, None)
+        self._filled.pop(claim.task_id, None)
+        facts: Iterable[Facts] = filled.values()
+        if len(filled) < claim.spec.num_samples:  # others ended at another node, or in an earlier run
+            facts = await self.registry.results.told(partial(self.log.places_over, claim.task_id))
+        group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
+        self.services.tally.groups[group.state] += 1
 
     def _wake(self) -> None:
         self._room.set()

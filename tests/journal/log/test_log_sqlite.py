@@ -125,8 +125,8 @@ async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert counts == {"_commit": 1}, "it cannot be known"
         counts.clear()
         for number in range(9):
-            log.journal.session_started(make_identity(f"s{number}"))  # type: ignore[attr-defined]
-        await log.journal.flushed()  # type: ignore[attr-defined]
+            log.journal.session_started(make_identity(f"s{number}"))
+        await log.journal.flushed()
         assert counts["_commit"] <= 2, "they wait for each other"
         counts.clear()
         news, event_news = log.news, log.event_news
