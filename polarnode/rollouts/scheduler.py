@@ -148,6 +148,8 @@ class Scheduler:
     _avoided: dict[tuple[str, int], float] = field(factory=dict, init=False)
     _unsure: bool = field(default=False, init=False)  # an answer that gave a place may have been lost
     settling: set[str] = field(factory=set, init=False)  # sessions of earlier runs that `recover` settles
+    # places whose next attempt the log is asked for now
+    _replacing: set[tuple[str, int]] = field(factory=set, init=False)
     _strays: list[Claim] = field(factory=list, init=False)  # that this node holds and does not run
     # of groups that stop early, by task: the usable sessions that ended here
     _usable: "Counter[str]" = field(factory=Counter, init=False)
@@ -310,7 +312,7 @@ class Scheduler:
         return (
             results.claim_of(claim.session_id) is None
             and claim.session_id not in self.settling
-            and (claim.task_id, claim.sample_index) not in results.unwritten
+            and (claim.task_id, claim.sample_index) not in results.unwritten | self._replacing
             and claim.spec.harness.name != CAPTURE  # its caller takes it again
         )
 
@@ -481,7 +483,8 @@ class Scheduler:
         if session is not None and session.elsewhere and claim is not None and end.cancelled is None:
             place = (claim.task_id, claim.sample_index)
             self._avoided[place] = trio.current_time() + AVOIDED_S
-            await self.registry.results.put_back(end.trajectory, counts=False, keep=False)
+            with self.registry.results.patience():
+                await self.registry.results.put_back(end.trajectory, counts=False, keep=False)
             self._wake()
             return
         if session is not None and claim is not None and end.cancelled is None:
@@ -525,8 +528,13 @@ class Scheduler:
         """
         keep = not (self.registry.stopping and self.log.shared)
         kept: Claim | None = None
-        with self.registry.results.patience():
-            kept = await self.registry.results.put_back(lost, counts=counts, keep=keep)
+        place = (lost.task_id, lost.sample_index)
+        self._replacing.add(place)
+        try:
+            with self.registry.results.patience():
+                kept = await self.registry.results.put_back(lost, counts=counts, keep=keep)
+        finally:
+            self._replacing.discard(place)
         self._unsure = self._unsure or kept is None  # the answer that gave it may have been lost
         self.services.tally.lost(lost.outcome)
         again = "is not tried again" if kept is None else f"is tried again as {kept.session_id}"
@@ -691,7 +699,8 @@ async def _recovered(
     scheduler.registry.results.hold(claim)
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
     # asked for late, because siblings end meanwhile
-    ending = (await scheduler.log.to_stop(scheduler.incarnation)).get(claim.session_id, claim.ending)
+    stopped = await scheduler.registry.results.told(partial(scheduler.log.to_stop, scheduler.incarnation))
+    ending = stopped.get(claim.session_id, claim.ending)
     if ending == "early stop" and lost.outcome.status == "interrupted":
         lost = evolve(
             lost, outcome=Outcome(status="cancelled", reason=f"{EARLY_STOP}, and {lost.outcome.reason}")
