@@ -263,7 +263,7 @@ CONSUMERS: Final = """
 SELECT consumers.*, log.pruned,
     (SELECT coalesce(sum((reading ->> consumers.name)::integer), 0) FROM nodes WHERE state = 'alive')
     AS streams,
-    (SELECT count(*) FROM events WHERE position > consumers.position) AS behind,
+    log.position - greatest(consumers.position, log.pruned) AS behind,
     (SELECT coalesce(sum(bytes), 0) FROM events WHERE position > consumers.position) AS behind_bytes
 FROM consumers, log ORDER BY name"""
 
