@@ -20,8 +20,9 @@ from psycopg.types.json import Jsonb
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, JournalError
 from polarnode.core.task import GroupSpec
+from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
-from polarnode.journal.log.postgres import callbacks, events, membership, places, postgres
+from polarnode.journal.log.postgres import callbacks, connection, events, membership, places, postgres
 from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
 from polarnode.journal.log.postgres.migrations import Migration, check_version, read_migrations
 from polarnode.journal.values import Retention
@@ -37,10 +38,10 @@ async def test_news_wake_reader(dsn: str) -> None:
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(other.finish, held, end(held))
-                seen = log.news
+                seen = log.event_news
                 while not (await log.events(Cursor())).page.events:
-                    await log.wait_news(seen, 30)
-                    seen = log.news
+                    await wait_events(log, seen, 30)
+                    seen = log.event_news
 
 
 async def test_news_of_cancel(dsn: str) -> None:
@@ -130,6 +131,26 @@ def test_bad_dsn_is_named() -> None:
     with pytest.raises(ConfigError, match="DSN of libpq") as raised:
         check_dsn("postgresql://user:secret@host/db?nonsense=1")
     assert "secret" not in str(raised.value)
+
+
+def test_one_waits_for_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited in line for the connection is not kept for another time-out each."""
+    asked = list[str]()
+
+    def refused(dsn: str, *, name: str) -> Any:
+        asked.append(name)
+        raise psycopg.OperationalError("no route to host")
+
+    monkeypatch.setattr(connection, "open_database", refused)
+    lost = Connection("", "x")
+    for _ in range(3):
+        with pytest.raises(LogAway, match="no route to host"):
+            lost.run_now(membership.signs)
+    assert asked == ["x"]
+    monkeypatch.setattr(connection, "HELD_S", 0.0)
+    with pytest.raises(LogAway):
+        lost.run_now(membership.signs)
+    assert len(asked) == 2
 
 
 def test_unreachable_server_is_away() -> None:
