@@ -613,6 +613,19 @@ async def test_retention_runs_by_itself(dsn: str, monkeypatch: pytest.MonkeyPatc
             assert row["stored"] == row["kept"]
 
 
+async def test_retention_spares_the_young(dsn: str) -> None:
+    """A node may tell a new primary of them again, where an unknown task is taken for a lost one."""
+    async with open_postgres(dsn, watch=False) as log:
+        node = await join(log)
+        await submit(log, "t")
+        (held,) = await claim(log, node)
+        await log.finish(held, end(held))
+        await log.acknowledge("trainer", Cursor(position=3), now=NOW)
+        with open_database(dsn, name="x") as db:
+            assert events.prune(db, Retention(acknowledged=0), NOW, 9, young=NOW) == 0
+            assert events.prune(db, Retention(acknowledged=0), NOW, 9, young=NOW + 1) == 3
+
+
 # ── plans ─────────────────────────────────────────────────────────────────────
 
 FILL = """
@@ -631,7 +644,15 @@ INSERT INTO callbacks (position, task_id, url) SELECT position, task_id, 'http:/
 def test_statements_read_no_whole_table(dsn: str) -> None:
     """Each look of a node is by an index, whatever waits and whatever is over."""
     values: dict[str, Any] = {"incarnation": 1, "room": 2, "window": 9, "labels": Jsonb({}), "model": ""}
-    values |= {"images": [], "serving": Jsonb({}), "avoided": [], "upto": 4000, "all": False, "limit": 9}
+    values |= {
+        "images": [],
+        "serving": Jsonb({}),
+        "avoided": [],
+        "upto": 4000,
+        "all": False,
+        "limit": 9,
+        "young": 2.0,
+    }
     with open_database(dsn, name="x") as db:
         membership.join(db, NodeFacts(name="n"))
         for statement in FILL.split(";\n"):

@@ -5,6 +5,7 @@ a reader has of the old one beyond the point where the new one begins is a gap w
 passed over in silence.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -335,9 +336,10 @@ SELECT log.pruned, log.stored, {ACKNOWLEDGED} AS acknowledged FROM log"""
 # The oldest events up to %(upto)s, but none from the first on that a callback still waits for.
 DROPPABLE: Final = """
 WITH oldest AS (
-    SELECT position, bytes, task_id FROM events WHERE position <= %(upto)s ORDER BY position LIMIT %(limit)s
+    SELECT position, bytes, task_id, at FROM events WHERE position <= %(upto)s
+    ORDER BY position LIMIT %(limit)s
 ), waiting AS (
-    SELECT min(position) AS position FROM oldest WHERE NOT %(all)s AND (
+    SELECT min(position) AS position FROM oldest WHERE NOT %(all)s AND (at >= %(young)s OR
         (SELECT true FROM callbacks WHERE callbacks.task_id = oldest.task_id LIMIT 1)
         OR (SELECT true FROM tasks WHERE tasks.task_id = oldest.task_id AND callback_url IS NOT NULL
             AND EXISTS (SELECT 1 FROM places WHERE places.task_id = oldest.task_id AND state <> 'over')))
@@ -346,8 +348,10 @@ SELECT oldest.position, bytes FROM oldest, waiting
 WHERE oldest.position < coalesce(waiting.position, 9223372036854775807) ORDER BY oldest.position"""
 
 
-def prune(db: Database, retention: Retention, now: float, limit: int) -> int:
-    """Delete some of the oldest events that may go. Any node may call it; one at a time deletes."""
+def prune(db: Database, retention: Retention, now: float, limit: int, young: float = math.inf) -> int:
+    """Delete some of the oldest events that may go. Any node may call it; one at a time deletes. What came
+    after `young`, in seconds since the epoch, goes only where there is no room for it.
+    """
     row = db.execute(PRUNABLE.encode(), {"since": now - retention.silence_s}).fetchone()
     assert row is not None
     acknowledged, stored = row["acknowledged"], int(row["stored"])
@@ -358,7 +362,9 @@ def prune(db: Database, retention: Retention, now: float, limit: int) -> int:
     elif stored <= retention.acknowledged:
         upto, enough = min(acknowledged, _aged(db, retention, acknowledged, row["pruned"], now)), -1
     last, count = 0, 0
-    for event in db.execute(DROPPABLE, {"upto": upto, "all": too_much, "limit": limit}).fetchall():
+    for event in db.execute(
+        DROPPABLE, {"upto": upto, "all": too_much, "limit": limit, "young": young}
+    ).fetchall():
         if stored <= enough:
             break
         stored -= event["bytes"]

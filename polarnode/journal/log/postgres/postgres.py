@@ -7,6 +7,7 @@ what it still has.
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
+from polarnode.journal.held import KEPT_S
 from polarnode.journal.log.news import News
 from polarnode.journal.log.port import (
     NO_ROOMS,
@@ -83,6 +85,9 @@ SILENT_S: Final = 5.0
 RETRY_S: Final = 0.5  # between attempts to reach a log that is away
 PRUNE_S: Final = 10.0  # between looks at what retention may delete: one takes a millisecond
 PRUNED_S: Final = 0.1  # and while it deletes: a finish that waits for the writer comes in between
+# A node tells a new primary again what is younger than half of it, and a task that is unknown there: it must
+# have been lost, and not pruned, or all of it would run again.
+SPARED_S: Final = 2 * KEPT_S
 SWEEP_S: Final = 3600.0  # between looks at what a node that died may have left
 
 
@@ -350,18 +355,21 @@ class PostgresLog:
     async def consumers(self) -> tuple[Consumer, ...]:
         return await self._read(events.consumers, time.time() - self._retention.silence_s)
 
-    async def prune(self, retention: Retention, *, now: float, limit: int = 256) -> int:
+    async def prune(
+        self, retention: Retention, *, now: float, limit: int = 256, young: float = math.inf
+    ) -> int:
         if time.monotonic() - self._swept >= SWEEP_S:
             self._swept = time.monotonic()
             await self._write(events.sweep)
-        return await self._write(events.prune, retention, now, limit)
+        return await self._write(events.prune, retention, now, limit, young)
 
     async def retain(self) -> None:
         """Delete what retention no longer keeps, until it is cancelled. All nodes do, one at a time."""
         while True:
             pruned = 0
             try:
-                pruned = await self.prune(self._retention, now=time.time())
+                now = time.time()
+                pruned = await self.prune(self._retention, now=now, young=now - SPARED_S)
             except LogAway:
                 pass  # the watcher says so
             except psycopg.Error:
