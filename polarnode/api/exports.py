@@ -33,6 +33,7 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, PolarnodeError, Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import GREETING, KEEP_ALIVE
+from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.port import Log, LogAway, LogGap, LogPage
 from polarnode.journal.values import (
     KEYS_ALONE,
@@ -318,10 +319,10 @@ async def _events(log: Log, query: Query, start: Cursor, *, resumes: bool) -> As
         yield b"id: %b\n\n" % cursor_text(log, start).encode()
     seen, last_write = start, trio.current_time()
     while True:
-        news = log.news
+        news = log.event_news
         found = await _look(log, query, seen)
         if isinstance(found, LogAway):
-            await log.wait_news(news, AWAY_S)
+            await wait_events(log, news, AWAY_S)
         elif isinstance(found, PolarnodeError):
             yield b"event: error\ndata: " + dump_json(error_json(found.boundary, str(found))) + END
             return
@@ -340,7 +341,7 @@ async def _events(log: Log, query: Query, start: Cursor, *, resumes: bool) -> As
             if found.is_last:
                 return
             with trio.move_on_at(last_write + KEEP_ALIVE_S):
-                await log.wait_news(news, KEEP_ALIVE_S)
+                await wait_events(log, news, KEEP_ALIVE_S)
         if trio.current_time() >= last_write + KEEP_ALIVE_S:
             yield KEEP_ALIVE
             last_write = trio.current_time()

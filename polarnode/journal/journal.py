@@ -102,8 +102,10 @@ class Journal:
         return self.callback_kinds.get(spec.callback_format, EVENT_KINDS)
 
     def session_started(self, identity: Identity) -> None:
-        """The identity of a session. A session without a task begins with this."""
-        self._writer.put(session_entry(identity))
+        """The identity of a session. A session without a task begins with this. It waits for others, as a
+        turn does: nothing is known of the session before that could be lost.
+        """
+        self._writer.put(session_entry(identity), gather=True)
 
     def turn(self, turn: Turn) -> None:
         """Record a finished model call. A second turn with the same index replaces it."""

@@ -281,15 +281,22 @@ class Captures:
         if running is not None:
             return running
         self._check_capacity()
-        claim = await self.log.take_place(
-            record.task_id, spec.sample_index, self.registry.results.incarnation
-        )
+        claim = await self._taken(record.task_id, spec.sample_index)
         if claim is None:
             raise Conflict(
                 f"sample {spec.sample_index} of task {record.task_id} is taken at another node: ask there, or"
                 " take another sample_index"
             )
         return claim
+
+    async def _taken(self, task_id: str, sample_index: int) -> Claim | None:
+        """A place that is free, or that this node took with an answer that was lost."""
+        results, place = self.registry.results, (task_id, sample_index)
+        claim = await self.log.take_place(task_id, sample_index, results.incarnation)
+        if claim is not None or place in results.unwritten:
+            return claim
+        held = await self.log.claims(results.incarnation)
+        return next((each for each in held if (each.task_id, each.sample_index) == place), None)
 
     def _check_capacity(self) -> None:
         if self.registry.stopping:

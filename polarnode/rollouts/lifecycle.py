@@ -258,6 +258,7 @@ class SessionRegistry:
         turns. The wait is bounded by their own budgets.
         """
         self.stopping = True
+        self.results.hurry()
         if cancel:
             self.cancel_all()
         if self._drivers:

@@ -8,11 +8,14 @@ standby of the log that knew less than it acknowledged.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Final, TypeVar
 
 import trio
-from attrs import define, field
+from attrs import define, evolve, field
 
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.held import HeldResult, HeldResults
@@ -45,6 +48,8 @@ class Results:
     _waiting: dict[str, Ended] = field(factory=dict, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
     _identity: str | None = field(default=None, init=False)  # of the log, when it last answered
+    _patient: set[trio.CancelScope] = field(factory=set, init=False)
+    _last: float = field(default=math.inf, init=False)  # when nobody waits for the log any more
 
     def hold(self, claim: Claim) -> None:
         """A session of this claim runs, or its result is on its way."""
@@ -66,28 +71,50 @@ class Results:
         """Give back the place of a session that was lost, for another attempt; with `keep` at this node,
         whose claim it gives unless there is to be none. Waits until the log has answered.
         """
-        claim = self._claims[trajectory.session_id]
+        session_id = trajectory.session_id
         ended = ended_session(trajectory, finished=self.now())
         if self.held is not None:  # the place is not its own any more, whenever the log hears of it
             self.held.hold(None, ended)
         whole = await self._whole(ended)
-        kept = await self.told(lambda: self.log.put_back(claim, whole, counts=counts, keep=keep))
-        self._answered(trajectory.session_id)
+        while True:
+            claim = self._claims[session_id]
+            kept = await self.told(partial(self.log.put_back, claim, whole, counts=counts, keep=keep))
+            if kept is not None or self._claims[session_id] is claim:
+                break  # else the node joined again meanwhile, and holds the place by another claim
+        self._answered(session_id)
         return kept
 
-    async def restore(self, inherited: Collection[str]) -> frozenset[str]:
-        """Take what earlier runs of this node held for the log: what it has not answered, and what it does
-        not know any more, as it gave the places of the sessions `inherited` to this one. Gives all sessions
-        that are held.
+    @contextmanager
+    def patience(self) -> Iterator[trio.CancelScope]:
+        """Around a wait for the log that is not cut short: only the node's stop ends it, LAST_S later."""
+        with trio.CancelScope(shield=True, deadline=self._last) as scope:
+            self._patient.add(scope)
+            try:
+                yield scope
+            finally:
+                self._patient.discard(scope)
+
+    def hurry(self) -> None:
+        """The node stops."""
+        self._last = min(self._last, trio.current_time() + LAST_S)
+        for scope in self._patient:
+            scope.deadline = self._last
+
+    async def restore(self, inherited: Mapping[str, Claim]) -> frozenset[str]:
+        """Take what earlier runs of this node held for the log, and the log does not have; `inherited` are
+        the claims of this run, by session. Gives all sessions that are held.
         """
         if self.held is None:
             return frozenset()
         self._identity = await self.told(self.log.identity)
-        kept = await self.held.all()
-        for each in kept:
-            if each.answered is None or each.ended.identity.session_id in inherited:
-                self._take(each)
-        return frozenset(each.ended.identity.session_id for each in kept)
+        kept = {each.ended.identity.session_id: each for each in await self.held.all()}
+        # a primary that was lost while the node was down took some of what it had acknowledged with it
+        over = await self.told(partial(self.log.session_ends, tuple(kept)))
+        for session_id, each in kept.items():
+            if each.answered is None or session_id in inherited or not over.get(session_id):
+                held = inherited.get(session_id) if each.claim is not None else None
+                self._take(each if held is None else evolve(each, claim=held))
+        return frozenset(kept)
 
     def is_another(self, identity: str) -> bool:
         """Whether a log of this identity was not told yet what is kept here. "": it is not known."""
@@ -98,7 +125,7 @@ class Results:
         the old one acknowledged: everything that is kept is told again, which changes nothing where it is
         known.
         """
-        if self.held is None:
+        if self.held is None or self._identity is None:  # `restore` comes first
             return
         identity = await self.told(self.log.identity)
         if identity == self._identity:

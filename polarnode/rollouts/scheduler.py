@@ -9,7 +9,8 @@ that is killed meanwhile finds the rest at its next start.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
@@ -28,6 +29,7 @@ from polarnode.groups.fork_policy import fork_place
 from polarnode.groups.group import (
     EARLY_STOP,
     Facts,
+    facts_of,
     judged,
     lost_to_the_machine,
     member_of,
@@ -35,6 +37,7 @@ from polarnode.groups.group import (
 )
 from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.port import (
     RETRY_S,
     Claim,
@@ -71,6 +74,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_IMAGES: Final = 32  # of recent tasks: a node keeps about so many prepared workspaces
 KEPT_ENDED: Final = 10_000  # ended sessions that status still lists: about 1 kB each
+KEPT_GROUPS: Final = 1_000  # that are not over: of others the log is asked
 ENDINGS_AT_ONCE: Final = 64  # places that are ended without a run, between two looks at the rest
 # that a node takes no place of a fork that must begin at another one, which is told when it is given back
 AVOIDED_S: Final = 10.0
@@ -143,7 +147,15 @@ class Scheduler:
     _cohorts: "WeakValueDictionary[str, Cohort]" = field(factory=WeakValueDictionary, init=False)
     # places whose forks must begin at another node, until when this one takes none of them
     _avoided: dict[tuple[str, int], float] = field(factory=dict, init=False)
-    _unsure: bool = field(default=False, init=False)  # an answer to a claim was lost
+    _unsure: bool = field(default=False, init=False)  # an answer that gave a place may have been lost
+    settling: set[str] = field(factory=set, init=False)  # sessions of earlier runs that `recover` settles
+    # places whose next attempt the log is asked for now
+    _replacing: set[tuple[str, int]] = field(factory=set, init=False)
+    _strays: list[Claim] = field(factory=list, init=False)  # that this node holds and does not run
+    # of groups that stop early, by task: the usable sessions that ended here
+    _usable: "Counter[str]" = field(factory=Counter, init=False)
+    # by task, what its group is judged by of the samples that ended here
+    _filled: dict[str, dict[int, Facts]] = field(factory=dict, init=False)
     _room: trio.Event = field(factory=trio.Event, init=False)  # set when a session is over
 
     @_demand.default
@@ -229,13 +241,13 @@ class Scheduler:
     async def place_over(self, task_id: str, sample_index: int) -> Facts | None:
         """Wait until a sample of a task is over, at whichever node; None if its end could not be written."""
         while (task_id, sample_index) not in self.registry.results.unwritten:
-            seen = self.log.news
+            seen = self.log.event_news
             # while the log is away no session ends because of it
             over = await self.registry.results.told(lambda: self.log.places_over(task_id))
             for facts in over:
                 if facts.sample_index == sample_index:
                     return facts
-            await self.log.wait_news(seen, LOOK_S)
+            await wait_events(self.log, seen, LOOK_S)
         return None
 
     # ── claims ────────────────────────────────────────────────────────────────
@@ -283,19 +295,23 @@ class Scheduler:
             )
             return
         logger.warning("this node was silent for longer than its lease: it joins the log again")
-        for claim in await self.join(self.facts):
-            if self.registry.results.claim_of(claim.session_id) is not None:
-                self.registry.results.hold(claim)  # it runs here, and ends by the claim of this incarnation
-            else:
-                await self.log.put_back(claim, counts=False)
+        inherited, results = await self.join(self.facts), self.registry.results
+        for claim in inherited:  # all at once: a session that ends meanwhile is refused with its old claim
+            if results.claim_of(claim.session_id) is not None:
+                results.hold(claim)
+            elif claim.session_id not in self.settling:
+                self._strays.append(claim)
 
     async def _look(self) -> None:
         """Ask the log once for everything that it may have for this node."""
-        if self._unsure:  # what it gave to a claim whose answer was lost
-            for claim in await self.log.claims(self.incarnation):
-                if self.registry.results.claim_of(claim.session_id) is None:
-                    self.begin(claim)
+        while self._strays:
+            await self.log.put_back(self._strays[-1], counts=False)
+            self._strays.pop()
+        if self._unsure:  # what it gave with an answer that was lost
             self._unsure = False
+            for claim in await self.log.claims(self.incarnation):
+                if self._is_unknown(claim):
+                    self.begin(claim)
         for claim in await self.log.claim_endings(self.incarnation, ENDINGS_AT_ONCE):
             self._end_unrun(claim)
         for session_id, cause in (await self.log.to_stop(self.incarnation)).items():
@@ -304,8 +320,19 @@ class Scheduler:
                 driver.cancel(_cancel_cause(cause))
         room = self.most_claimed - len(self.registry.live(Session))
         if room > 0 and self._begins():
+            known: dict[str, Admitted] = {}
             for claim in await self.log.claim(self._offer(room)):
-                self.begin(claim)
+                self.begin(claim, known)
+
+    def _is_unknown(self, claim: Claim) -> bool:
+        """Whether nothing here runs a session of a claim, ends it, or will."""
+        results = self.registry.results
+        return (
+            results.claim_of(claim.session_id) is None
+            and claim.session_id not in self.settling
+            and (claim.task_id, claim.sample_index) not in results.unwritten | self._replacing
+            and claim.spec.harness.name != CAPTURE  # its caller takes it again
+        )
 
     def _begins(self) -> bool:
         """Whether this node begins new sessions. One that is alone begins what it took, whatever happens."""
@@ -344,13 +371,16 @@ class Scheduler:
             avoided=frozenset(self._avoided),
         )
 
-    def begin(self, claim: Claim) -> None:
+    def begin(self, claim: Claim, known: dict[str, Admitted] | None = None) -> None:
         """Begin the session of a claim. What cannot be run here ends with an error, because nobody waits for
-        an answer.
+        an answer. `known`: by task, what was found of those that begin in the same moment.
         """
+        if self._has_enough(claim):
+            self._end_unrun(evolve(claim, ending="early stop"))
+            return
         self.registry.results.hold(claim)
         try:
-            order = self._order(claim)
+            order = self._order(claim, {} if known is None else known)
         except Refused as refused:
             reason = f"node {self.services.identity.node} cannot run it: {refused}"
             self._publish_unrun(claim, Outcome(status="error", boundary="node", reason=reason))
@@ -403,9 +433,10 @@ class Scheduler:
         )
         self._list_ended(status)
 
-    def _order(self, claim: Claim) -> SessionOrder:
+    def _order(self, claim: Claim, known: dict[str, Admitted]) -> SessionOrder:
         """The order of a claim's session. Raises Refused if its task would not be accepted here now."""
-        found = self._admitted(claim.spec)
+        found = known.get(claim.task_id) or self._admitted(claim.spec)
+        known[claim.task_id] = found
         group_id = claim.spec.group_id or claim.task_id
         return SessionOrder(
             identity=self.identity_of(claim, found.harness.name, found.harness.version),
@@ -470,7 +501,8 @@ class Scheduler:
         if session is not None and session.elsewhere and claim is not None and end.cancelled is None:
             place = (claim.task_id, claim.sample_index)
             self._avoided[place] = trio.current_time() + AVOIDED_S
-            await self.registry.results.put_back(end.trajectory, counts=False, keep=False)
+            with self.registry.results.patience():
+                await self.registry.results.put_back(end.trajectory, counts=False, keep=False)
             self._wake()
             return
         if session is not None and claim is not None and end.cancelled is None:
@@ -485,16 +517,43 @@ class Scheduler:
             await self._give_away(end.trajectory)
             return
         self.registry.end(end)
+        if claim is not None:
+            self._stop_siblings(claim, end.trajectory)
         if session is not None:
             self._list_ended(session_status(session, end.trajectory))
         self._wake()
+
+    def _stop_siblings(self, claim: Claim, ended: Trajectory) -> None:
+        """End at once what a node alone runs, or would begin, of a group that has enough with this session.
+        Nodes that share a log hear of it from there, which says whose sessions have their places.
+        """
+        policy = claim.spec.group
+        if self.log.shared or policy.early_stop_min is None:
+            return
+        self._usable[claim.task_id] += member_of(policy, facts_of(ended)).usable
+        if self._has_enough(claim):
+            for driver in self.registry.of_task(claim.task_id):
+                if driver.identity.session_id != ended.session_id:
+                    driver.cancel(EARLY_STOP)
+
+    def _has_enough(self, claim: Claim) -> bool:
+        enough = claim.spec.group.early_stop_min
+        return enough is not None and self._usable[claim.task_id] >= enough
 
     async def replace(self, lost: Trajectory, *, counts: bool) -> bool:
         """Publish a session that the machine lost outside its group, and begin the next attempt here. False
         where its place is to be ended instead.
         """
-        with trio.CancelScope(shield=True):
-            kept = await self.registry.results.put_back(lost, counts=counts)
+        keep = not (self.registry.stopping and self.log.shared)
+        kept: Claim | None = None
+        place = (lost.task_id, lost.sample_index)
+        self._replacing.add(place)
+        try:
+            with self.registry.results.patience():
+                kept = await self.registry.results.put_back(lost, counts=counts, keep=keep)
+        finally:
+            self._replacing.discard(place)
+        self._unsure = self._unsure or kept is None  # the answer that gave it may have been lost
         self.services.tally.lost(lost.outcome)
         again = "is not tried again" if kept is None else f"is tried again as {kept.session_id}"
         logger.warning("session %s is lost (%s) and %s", lost.session_id, lost.outcome.reason, again)
@@ -518,11 +577,21 @@ class Scheduler:
             return
         policy = claim.spec.group
         self.services.tally.place(member_of(policy, ended.facts))
-        if answer == "last" and claim.spec.harness.name != CAPTURE:  # whose groups nobody asked for
-            over = partial(self.log.places_over, claim.task_id)
-            facts = await self.registry.results.told(over)
-            group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
-            self.services.tally.groups[group.state] += 1
+        if claim.spec.harness.name == CAPTURE:  # whose groups nobody asked for
+            return
+        filled = self._filled.get(claim.task_id, {})
+        filled[claim.sample_index] = evolve(ended.facts, outcome=evolve(ended.outcome, log_tail=None))
+        remember(self._filled, claim.task_id, filled, most=KEPT_GROUPS)
+        if answer == "now":
+            return
+        await trio.lowlevel.checkpoint()  # for those that were written with it
+        self._usable.pop(claim.task_id, None)
+        self._filled.pop(claim.task_id, None)
+        facts: Iterable[Facts] = filled.values()
+        if len(filled) < claim.spec.num_samples:  # others ended at another node, or in an earlier run
+            facts = await self.registry.results.told(partial(self.log.places_over, claim.task_id))
+        group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
+        self.services.tally.groups[group.state] += 1
 
     def _wake(self) -> None:
         self._room.set()
@@ -608,6 +677,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         return
     results = scheduler.registry.results
     inherited = {claim.session_id: claim for claim in await scheduler.join(facts)}
+    scheduler.settling.update(inherited)
     over = await results.restore(inherited)
     unfinished = {each.identity.session_id: each for each in await journal.unfinished()}
     again = 0
@@ -623,6 +693,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         if scheduler.log.shared:  # which has the task
             session = evolve(session, spec=claim.spec)
         again += await _recovered(journal, scheduler, claim, session)
+    scheduler.settling.clear()
     # another has its place, so what it left is an attempt; those that had not begun wait in the log's queue
     for session in (each for each in unfinished.values() if each.began):
         if scheduler.log.shared:
@@ -646,7 +717,8 @@ async def _recovered(
     scheduler.registry.results.hold(claim)
     lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
     # asked for late, because siblings end meanwhile
-    ending = (await scheduler.log.to_stop(scheduler.incarnation)).get(claim.session_id, claim.ending)
+    stopped = await scheduler.registry.results.told(partial(scheduler.log.to_stop, scheduler.incarnation))
+    ending = stopped.get(claim.session_id, claim.ending)
     if ending == "early stop" and lost.outcome.status == "interrupted":
         lost = evolve(
             lost, outcome=Outcome(status="cancelled", reason=f"{EARLY_STOP}, and {lost.outcome.reason}")

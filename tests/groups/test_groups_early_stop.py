@@ -81,11 +81,8 @@ async def test_sessions_not_yet_begun_never_start(autojump_clock: Clock, tmp_pat
     async with town(tmp_path, {"agent": agent(turns=1)}, live=1) as place:
         place.submit(num_samples=4, evaluator="COUNTS", group=wanting(1))
         await place.over()
-        # containers take no time here, so one may have begun before the log had answered
-        first, *stopped, last = sorted(ends(place).values())
-        assert (first, stopped) == ("1.0", ["early stop in init"] * 2)
-        assert last in ("early stop in init", "early stop in run")
-        assert len(place.runtimes.sessions) <= 2
+        assert sorted(ends(place).values()) == ["1.0", *["early stop in init"] * 3]
+        assert len(place.runtimes.sessions) == 1, "no container was opened for the others"
 
 
 async def test_one_that_waits_to_run_is_stopped_and_one_that_is_judged_is_not(

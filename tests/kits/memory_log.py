@@ -47,7 +47,7 @@ class MemoryLog:
     def news(self) -> int:
         return self._news.count
 
-    place_news = news
+    place_news = event_news = news
 
     async def wait_news(self, seen: int, seconds: float) -> None:
         await self._news.wait(seen, seconds)

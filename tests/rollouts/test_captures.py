@@ -30,7 +30,7 @@ from polarnode.core.trajectory import Built, Trajectory
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.residency import HOLD_S
 from polarnode.journal.journal import open_journal
-from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.port import LogAway, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.merge.invariants import check
 from polarnode.rollouts import captures
@@ -723,3 +723,21 @@ async def test_a_session_is_sampled_by_its_adapter_needs_it_to_its_end_and_is_as
         assert (versions, found.staleness) == (["a-1", "a-2"], 1)
         assert adapters.status()[0].sessions == 0
         adapters.drop("a")
+
+
+async def test_place_taken_by_lost_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks again after the log took the place, and its answer was lost, has the capture."""
+    usual, lost = SqliteLog.take_place, [LogAway("the connection was lost")]
+
+    async def take_place(*given: Any) -> Any:
+        found = await usual(*given)
+        if lost:
+            raise lost.pop()
+        return found
+
+    monkeypatch.setattr(SqliteLog, "take_place", take_place)
+    with pytest.raises(LogAway):
+        await desk.captures.begin(CaptureSpec(task_id="t"))
+    opened = await desk.captures.begin(CaptureSpec(task_id="t"))
+    assert opened.created
+    assert not (await desk.captures.begin(CaptureSpec(task_id="t"))).created

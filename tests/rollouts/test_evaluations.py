@@ -27,7 +27,7 @@ from polarnode.core.task import EvaluationSpec, EvaluatorSpec, RuntimeSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.entries import Entry
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.port import LogAway, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import Filters
 from polarnode.rollouts.evaluations import Evaluations
@@ -363,3 +363,18 @@ async def test_kept_workspaces_go_with_their_sessions(tmp_path: Path) -> None:
         assert sorted(path.name for path in sessions.iterdir() if path.suffix != ".half") == sorted(
             ["gone.log", new.name, of_kept.name, f"{kept.session_id}.log"]
         )
+
+
+async def test_start_waits_for_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that is away when the node starts ends no node."""
+    usual, left = SqliteLog.pending_evaluations, [LogAway("the log is away")]
+
+    async def pending(*given: Any) -> Any:
+        if left:
+            raise left.pop()
+        return await usual(*given)
+
+    monkeypatch.setattr(SqliteLog, "pending_evaluations", pending)
+    async with place(tmp_path) as here:
+        found = await here.again((await here.session(evaluator=user("WHOLE"))).session_id)
+        assert [each.state for each in found.sessions] == ["evaluated"]

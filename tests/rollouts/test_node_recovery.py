@@ -20,7 +20,7 @@ from session_kit import agent, scheduling, task, town
 from polarnode.core.task import Budgets, BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Built
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import NodeFacts
+from polarnode.journal.log.port import LogAway, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import Filters
 from polarnode.merge.invariants import check
@@ -235,6 +235,31 @@ async def test_a_place_that_every_life_loses_ends_interrupted(tmp_path: Path) ->
         found = await journal.trajectory("a")
         assert found is not None
         assert (found.outcome.status, found.attempt, found.retried_as) == ("interrupted", 2, None)
+
+
+async def test_log_away_while_recovering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for, and what is being settled is not begun as if an answer that gave it was lost."""
+    usual, left = SqliteLog.to_stop, [LogAway("the log is away") for _ in range(3)]
+
+    async def to_stop(*given: Any) -> Any:
+        if left:
+            raise left.pop()
+        return await usual(*given)
+
+    path = tmp_path / "journal.sqlite"
+    await killed(path, "a", spec=task(budgets={"retries": 2}))
+    monkeypatch.setattr(SqliteLog, "to_stop", to_stop)
+    async with life(path) as (journal, scheduler):
+        await recover(journal, scheduler, NODE, lambda _: None)
+        assert not left
+        await scheduler.registry.stop(cancel=False)
+        found = await journal.task("t")
+        assert found is not None
+        (kept,) = found.sessions
+        assert (kept.attempt, kept.outcome and kept.outcome.status) == (1, "completed")
+        kinds = ("attempt", "trajectory")
+        events = (await journal.events(0, filters=Filters(kinds=kinds))).events
+        assert [event.kind for event in events] == list(kinds)
 
 
 async def test_a_cancelled_place_stays_over(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import merge_toys as toys
 import pytest
 import trio
 from fakes_runtime import Call, Program
+from memory_log import MemoryLog
 from session_kit import Town, agent, live_of, task, town
 from trio.abc import Clock
 
@@ -105,6 +106,23 @@ async def test_a_lost_session_gives_its_place_to_a_fresh_one(autojump_clock: Clo
             {"completed": 1},
             {"runtime": 1},
         )
+
+
+async def test_place_given_by_lost_answer(
+    autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer that gave the next attempt was lost, and the call that was made again says nothing of it."""
+    usual = MemoryLog.put_back
+
+    async def put_back(*given: Any, **more: Any) -> None:
+        await usual(*given, **more)
+
+    monkeypatch.setattr(MemoryLog, "put_back", put_back)
+    async with town(tmp_path, {"agent": loses(GONE)}) as place:
+        place.submit(budgets={"retries": 1})
+        with trio.fail_after(600):
+            await place.over()
+        assert [each.outcome.status for each in place.published] == ["error", "completed"]
 
 
 async def test_a_place_that_is_lost_every_time_ends_with_its_last_session(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trio
 from attrs import define
-from journal_samples import make_identity, make_trajectory
+from journal_samples import make_identity, make_spec, make_trajectory
 from log_kit import claim, join, keys, open_postgres, submit
 from postgres_kit import Cluster, running_cluster
 
@@ -15,7 +15,7 @@ from polarnode.journal.held import HeldResults
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log import patience
 from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log
-from polarnode.rollouts.results import Results
+from polarnode.rollouts.results import LAST_S, Results
 from polarnode.support.concurrency import open_background
 
 NOW = 1000.0
@@ -88,11 +88,69 @@ async def test_next_life_delivers_results(tmp_path: Path) -> None:
                 second.results.incarnation = joined.incarnation
                 inherited = {each.session_id: each for each in joined.inherited}
                 assert await second.results.restore(inherited) == {held.session_id}
-                second.results.hold(inherited[held.session_id])
                 with trio.fail_after(60):
                     await second.results.delivered()
                 assert second.filled == [f"{held.session_id}: last"]
                 assert await log.trajectory(held.session_id) == whole
+
+
+async def test_lost_while_down_is_told_again(tmp_path: Path) -> None:
+    """A node that starts after a failover tells the new primary what the old one took with it."""
+    with running_cluster() as cluster:
+        async with (
+            open_postgres(cluster.database()) as log,
+            node(tmp_path, log) as first,
+            open_background(first.results.run),
+        ):
+            first.results.incarnation = await join(log)
+            await submit(log, "t")
+            (held,) = await claim(log, first.results.incarnation)
+            first.end(held)
+            with trio.fail_after(60):
+                await first.results.delivered()
+            await first.journal.flushed()
+        async with (
+            open_postgres(cluster.database()) as promoted,
+            node(tmp_path, promoted) as second,
+            open_background(second.results.run),
+        ):
+            second.results.incarnation = await join(promoted)
+            for told in (["last"], []):  # the second time it is known
+                second.filled.clear()
+                assert await second.results.restore({}) == {held.session_id}
+                with trio.fail_after(60):
+                    await second.results.delivered()
+                assert second.filled == [f"{held.session_id}: {answer}" for answer in told]
+
+
+async def test_put_back_by_newer_claim(tmp_path: Path) -> None:
+    """A node that joins again while it gives a place back holds it by another claim, and gives that back."""
+
+    @define
+    class Joining:
+        """The log, at which the node joins again before it gives the first place back."""
+
+        log: Log
+        again: list[Claim]
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.log, name)
+
+        async def put_back(self, held: Claim, *given: Ended, counts: bool, keep: bool) -> Claim | None:
+            if not self.again:
+                self.again += (await self.log.join((await self.log.nodes())[0].facts)).inherited
+                here.results.hold(self.again[0])
+            return await self.log.put_back(held, *given, counts=counts, keep=keep)
+
+    with running_cluster() as cluster:
+        async with open_postgres(cluster.database()) as log, node(tmp_path, Joining(log, [])) as here:  # type: ignore[arg-type]
+            here.results.incarnation = await join(log)
+            await submit(log, "t")
+            (held,) = await claim(log, here.results.incarnation)
+            here.results.hold(held)
+            kept = await here.results.put_back(make_trajectory(held.session_id, task_id="t"), counts=True)
+            assert kept is not None
+            assert [each.session_id for each in await log.claims(kept.incarnation)] == [kept.session_id]
 
 
 async def test_new_primary_is_told_again(tmp_path: Path) -> None:
@@ -106,7 +164,7 @@ async def test_new_primary_is_told_again(tmp_path: Path) -> None:
             open_background(here.results.run),
         ):
             here.results.incarnation = await join(log)
-            await here.results.restore(())
+            await here.results.restore({})
             await submit(log, "t")
             (held,) = await claim(log, here.results.incarnation)
             whole = here.end(held)
@@ -131,21 +189,53 @@ async def _other_identity(cluster: Cluster, dsn: str) -> None:
         await log.mark_restored()
 
 
+class Away:
+    """A log that never answers."""
+
+    shared = True
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+        async def refused(*_: object, **__: object) -> object:
+            raise patience.LogAway("the log is away")
+
+        return refused
+
+
 async def test_stop_is_bounded_without_log(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     """A node ends though the log does not answer; what it had to say stays in its journal."""
-
-    class Away:
-        shared = True
-
-        def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
-            async def refused(*_: object, **__: object) -> object:
-                raise patience.LogAway("the log is away")
-
-            return refused
-
     async with node(tmp_path, Away()) as here, open_background(here.results.run):  # type: ignore[arg-type]
         here.results.publish(make_trajectory("a", task_id="t"))
         await here.results.leave()
         assert here.results.waiting == 1
         (found,) = await HeldResults(here.journal, lambda: NOW).all()
         assert found.answered is None
+
+
+async def test_stop_ends_patience(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    """Nothing cuts a place short that is given back but the node's stop, which waits no longer than LAST_S."""
+    lost = make_trajectory("a", task_id="t")
+    held = Claim(
+        task_id="t",
+        sample_index=0,
+        session_id="a",
+        attempt=0,
+        incarnation=1,
+        retries=0,
+        spec=make_spec(),
+        submitted=NOW,
+    )
+    async with node(tmp_path, Away()) as here:  # type: ignore[arg-type]
+        here.results.hold(held)
+
+        async def give_back() -> None:
+            with here.results.patience() as scope:
+                await here.results.put_back(lost, counts=True)
+            assert scope.cancelled_caught
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(give_back)
+            await trio.sleep(10 * LAST_S)
+            assert len(nursery.child_tasks) == 1
+            here.results.hurry()
+        (found,) = await HeldResults(here.journal, lambda: NOW).all()
+        assert (found.claim, found.answered) == (None, None), "the next start tells it"

@@ -3,6 +3,8 @@
 import trio
 from attrs import define, field
 
+from polarnode.journal.log.port import Events
+
 
 @define(eq=False)
 class News:
@@ -23,3 +25,14 @@ class News:
             while self.count == seen:
                 await self._more.wait()
         await trio.lowlevel.checkpoint()
+
+
+async def wait_events(log: Events, seen: int, seconds: float) -> None:
+    """Return when there is more news of events than were seen, or after so many seconds."""
+    with trio.move_on_after(seconds):
+        while True:
+            news = log.news
+            if log.event_news != seen:
+                break
+            await log.wait_news(news, seconds)
+    await trio.lowlevel.checkpoint()

@@ -431,6 +431,12 @@ class Events(Protocol):
     async def wait_news(self, seen: int, seconds: float) -> None:
         """Return when another node or this one wrote something, or after so many seconds."""
 
+    @property
+    def event_news(self) -> int:
+        """Counts the news of events among those that `news` counts, so that who reads them does not ask the
+        log whenever a place is queued.
+        """
+
 
 class WeightVersions(Protocol):
     """Versions of the weights and of adapters. Nodes of several models may share a log: `model` is the label

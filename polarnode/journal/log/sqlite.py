@@ -126,7 +126,9 @@ class SqliteLog:
         model: str = "",
     ) -> TaskRecord:
         check_names(spec, task_id, session_ids, idempotency_key)
-        while True:
+        # an id that nobody chose is a new one, and what is open is known without a look at the disk
+        named = idempotency_key is not None or spec.task_id is not None
+        while named or self._places.has(task_id, idempotency_key):
             known = await self.journal.query(_known_task, task_id, idempotency_key)
             if known is not None:
                 of_key = idempotency_key is not None and known.idempotency_key == idempotency_key
@@ -394,6 +396,10 @@ class SqliteLog:
 
     async def wait_news(self, seen: int, seconds: float) -> None:
         await self._news.wait(seen, seconds)
+
+    @property
+    def event_news(self) -> int:
+        return self.journal.last_seq
 
     # ── weights ───────────────────────────────────────────────────────────────
 

@@ -21,9 +21,10 @@ from psycopg.types.json import Jsonb
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, JournalError
 from polarnode.core.task import GroupSpec
+from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
-from polarnode.journal.log.postgres import callbacks, events, membership, places
+from polarnode.journal.log.postgres import callbacks, connection, events, membership, places, postgres
 from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
 from polarnode.journal.log.postgres.migrations import (
     Migration,
@@ -44,10 +45,10 @@ async def test_news_wake_reader(dsn: str) -> None:
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(other.finish, held, end(held))
-                seen = log.news
+                seen = log.event_news
                 while not (await log.events(Cursor())).page.events:
-                    await log.wait_news(seen, 30)
-                    seen = log.news
+                    await wait_events(log, seen, 30)
+                    seen = log.event_news
 
 
 async def test_news_of_cancel(dsn: str) -> None:
@@ -137,6 +138,26 @@ def test_bad_dsn_is_named() -> None:
     with pytest.raises(ConfigError, match="DSN of libpq") as raised:
         check_dsn("postgresql://user:secret@host/db?nonsense=1")
     assert "secret" not in str(raised.value)
+
+
+def test_one_waits_for_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited in line for the connection is not kept for another time-out each."""
+    asked = list[str]()
+
+    def refused(dsn: str, *, name: str) -> Any:
+        asked.append(name)
+        raise psycopg.OperationalError("no route to host")
+
+    monkeypatch.setattr(connection, "open_database", refused)
+    lost = Connection("", "x")
+    for _ in range(3):
+        with pytest.raises(LogAway, match="no route to host"):
+            lost.run_now(membership.signs)
+    assert asked == ["x"]
+    monkeypatch.setattr(connection, "HELD_S", 0.0)
+    with pytest.raises(LogAway):
+        lost.run_now(membership.signs)
+    assert len(asked) == 2
 
 
 def test_unreachable_server_is_away() -> None:
@@ -289,6 +310,7 @@ def test_claim_waits_for_nobody(dsn: str, monkeypatch: pytest.MonkeyPatch) -> No
                 "model": "",
                 "images": [],
                 "serving": Jsonb({}),
+                "avoided": [],
             }
             return len(db.execute(statement.encode(), values).fetchall())
 
@@ -404,7 +426,7 @@ RULES: list[tuple[Rule, str, str]] = [
     ),
     (
         _positions_after_pruning,
-        "UPDATE log SET position = position + 1 RETURNING position INTO given;",
+        "UPDATE log SET position = position + 1, stored = stored + p_bytes RETURNING position INTO given;",
         "SELECT coalesce(max(position), 0) + 1 INTO given FROM events; UPDATE log SET position = given;",
     ),
     (
@@ -600,6 +622,77 @@ async def test_bodies_without_event_swept(dsn: str) -> None:
             await log.prune(Retention(), now=NOW)
             rows = db.execute("SELECT DISTINCT session_id, written_by FROM bodies ORDER BY 1").fetchall()
         assert [tuple(row.values()) for row in rows] == [("t-0", node), ("t-1", node)]
+
+
+async def test_retention_runs_by_itself(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres, "PRUNE_S", 0.05)
+    async with open_postgres(dsn, retention=Retention(acknowledged=0)) as log:
+        node = await join(log)
+        for task in ("a", "b"):
+            await submit(log, task)
+            (held,) = await claim(log, node)
+            await log.finish(held, end(held))
+        await log.acknowledge("trainer", Cursor(position=3), now=time.time())
+        with trio.fail_after(60):
+            while len(found := (await log.events(Cursor())).page.events) > 3:  # noqa: ASYNC110 - nobody tells of what was deleted
+                await trio.sleep(0.05)
+        assert [each.seq for each in found] == [4, 5, 6]
+        with open_database(dsn, name="x") as db:
+            row = db.execute("SELECT stored, (SELECT sum(bytes) FROM events) AS kept FROM log").fetchone()
+            assert row is not None
+            assert row["stored"] == row["kept"]
+
+
+async def test_retention_spares_the_young(dsn: str) -> None:
+    """A node may tell a new primary of them again, where an unknown task is taken for a lost one."""
+    async with open_postgres(dsn, watch=False) as log:
+        node = await join(log)
+        await submit(log, "t")
+        (held,) = await claim(log, node)
+        await log.finish(held, end(held))
+        await log.acknowledge("trainer", Cursor(position=3), now=NOW)
+        with open_database(dsn, name="x") as db:
+            assert events.prune(db, Retention(acknowledged=0), NOW, 9, young=NOW) == 0
+            assert events.prune(db, Retention(acknowledged=0), NOW, 9, young=NOW + 1) == 3
+
+
+# ── plans ─────────────────────────────────────────────────────────────────────
+
+FILL = """
+INSERT INTO tasks (task_id, group_id, submitted, spec, priority, requires, image, adapter, by_caller, max_retries,
+    finished, enough)
+SELECT 't' || n, 't' || n, 1, '{}', 0, '{}', '', '', false, 0, n <= 4000, n <= 4000 FROM generate_series(1, 8000) n;
+INSERT INTO places (task_id, place, priority, number, state, session_id)
+SELECT task_id, 0, 0, number, CASE WHEN finished THEN 'over' ELSE 'queued' END, 's' || number FROM tasks;
+INSERT INTO sessions (session_id, task_id, place) SELECT session_id, task_id, place FROM places;
+INSERT INTO events (position, kind, key, task_id, group_id, session_id, at, bytes)
+SELECT number, 'trajectory', 'e' || number, task_id, task_id, 's' || number, 1, 1 FROM tasks WHERE finished;
+INSERT INTO callbacks (position, task_id, url) SELECT position, task_id, 'http://r' FROM events WHERE position > 2000;
+"""
+
+
+def test_statements_read_no_whole_table(dsn: str) -> None:
+    """Each look of a node is by an index, whatever waits and whatever is over."""
+    values: dict[str, Any] = {"incarnation": 1, "room": 2, "window": 9, "labels": Jsonb({}), "model": ""}
+    values |= {
+        "images": [],
+        "serving": Jsonb({}),
+        "avoided": [],
+        "upto": 4000,
+        "all": False,
+        "limit": 9,
+        "young": 2.0,
+    }
+    with open_database(dsn, name="x") as db:
+        membership.join(db, NodeFacts(name="n"))
+        for statement in FILL.split(";\n"):
+            db.execute(statement.encode())
+        db.execute("ANALYZE")
+        for statement in (places.CLAIM, places.CLAIM_ENDINGS, events.DROPPABLE):
+            rows = db.execute(b"EXPLAIN " + statement.encode(), values).fetchall()
+            plan = "\n".join(row["QUERY PLAN"] for row in rows)
+            for table in ("tasks", "places", "sessions", "events", "callbacks"):
+                assert f"Seq Scan on {table}" not in plan, plan
 
 
 # ── migrations ────────────────────────────────────────────────────────────────

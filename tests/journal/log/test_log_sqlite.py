@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio
-from journal_samples import make_spec
+from journal_samples import make_identity, make_spec
 from log_kit import NOW, claim, end, join, open_sqlite, submit
 
 from polarnode.core.cursors import Cursor
@@ -121,7 +121,19 @@ async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         await submit(log, "t", key="k")
         assert counts == {"query": 1, "_commit": 1}, "whether the task is known, and its row"
         counts.clear()
-        (held,) = await claim(log, node)
+        await submit(log, "nobody-chose-this-id")
+        assert counts == {"_commit": 1}, "it cannot be known"
+        counts.clear()
+        for number in range(9):
+            log.journal.session_started(make_identity(f"s{number}"))
+        await log.journal.flushed()
+        assert counts["_commit"] <= 2, "they wait for each other"
+        counts.clear()
+        news, event_news = log.news, log.event_news
+        await submit(log, "u", key="u")
+        assert (log.news > news, log.event_news) == (True, event_news), "who reads events is not woken"
+        counts.clear()
+        (held,) = await claim(log, node, room=1)
         assert not counts
         assert await log.finish(held, end(held)) == "last"
         assert counts == {"_commit": 1}

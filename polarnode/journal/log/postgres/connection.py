@@ -7,6 +7,7 @@ in hours.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -26,6 +27,9 @@ Database = psycopg.Connection[dict[str, Any]]
 
 SCHEMA: Final = "polarnode"
 CONNECT_S: Final = 5  # a failover answers in less, or not at all; libpq takes no fraction
+# After a server could not be reached the calls that waited for that one are answered too, in place of each
+# waiting for CONNECT_S in its turn. The watcher asks again later than that.
+HELD_S: Final = 0.3
 STATEMENT_S: Final = (
     60  # a part of a body takes less than a second; a disk that hangs is reported in a minute
 )
@@ -74,6 +78,7 @@ class Connection:
     name: str
     away: str | None = field(default=None, init=False)
     opened: int = field(default=0, init=False)  # times; another one may be to another server
+    _refused: float = field(default=float("-inf"), init=False)  # when it could not be opened
     _db: Database | None = field(default=None, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
     _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
@@ -87,15 +92,17 @@ class Connection:
     def run_now(self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function of the connection in this thread. Raises LogAway."""
         with self._lock:
+            if self._db is None and self.away is not None and time.monotonic() - self._refused < HELD_S:
+                raise _log_away(self.away)
             for tried in range(1, TRIES + 1):
                 try:
                     db = self._opened()
                     found = call(db, *args, **kwargs)
                     self.away = None
                     return found
-                except _AGAIN:
-                    if tried == TRIES:
-                        raise
+                except _AGAIN as error:
+                    if tried == TRIES:  # whoever asked makes the call again, later
+                        raise LogAway(f"the log refused a call {TRIES} times: {error}") from error
                 except psycopg.Error as error:
                     self._failed(error)
         raise AssertionError("unreachable")
@@ -118,6 +125,8 @@ class Connection:
         lost = self._db is None or self._db.closed or sort in ("08", "53", "57", "58", "25", "3D", "28")
         if sort == "55":  # a lock that was not given in time
             lost = True
+        if self._db is None:
+            self._refused = time.monotonic()
         self.close_now()
         if not lost:
             raise error
@@ -125,15 +134,17 @@ class Connection:
         if self.away is None:
             logger.warning("the log is away (%s connection): %s", self.name, reason)
         self.away = reason
-        raise LogAway(
-            f"the log is away ({reason}): sessions go on; try again later", reason=reason
-        ) from error
+        raise _log_away(reason) from error
 
     def close_now(self) -> None:
         """Close it; the next call opens another one."""
         db, self._db = self._db, None
         if db is not None:
             db.close()
+
+
+def _log_away(reason: str) -> LogAway:
+    return LogAway(f"the log is away ({reason}): sessions go on; try again later", reason=reason)
 
 
 def check_dsn(dsn: str) -> str:

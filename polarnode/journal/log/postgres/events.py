@@ -5,6 +5,7 @@ a reader has of the old one beyond the point where the new one begins is a gap w
 passed over in silence.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -263,7 +264,7 @@ CONSUMERS: Final = """
 SELECT consumers.*, log.pruned,
     (SELECT coalesce(sum((reading ->> consumers.name)::integer), 0) FROM nodes WHERE state = 'alive')
     AS streams,
-    (SELECT count(*) FROM events WHERE position > consumers.position) AS behind,
+    log.position - greatest(consumers.position, log.pruned) AS behind,
     (SELECT coalesce(sum(bytes), 0) FROM events WHERE position > consumers.position) AS behind_bytes
 FROM consumers, log ORDER BY name"""
 
@@ -327,27 +328,30 @@ def standing(db: Database, since: float, before: LogStanding, *, weigh: bool) ->
 MARK_S: Final = 60.0  # between marks of what all had acknowledged: retention by age is exact to a minute
 # A body without an event is of a session that finishes now, or of one whose node died between two statements.
 UNFINISHED_S: Final = 3600.0
+SWEPT_S: Final = UNFINISHED_S + 7200.0
 
 PRUNABLE: Final = f"""
-SELECT log.pruned, (SELECT coalesce(sum(bytes), 0) FROM events) AS stored, {ACKNOWLEDGED} AS acknowledged
-FROM log"""
+SELECT log.pruned, log.stored, {ACKNOWLEDGED} AS acknowledged FROM log"""
 
 # The oldest events up to %(upto)s, but none from the first on that a callback still waits for.
 DROPPABLE: Final = """
-SELECT position, bytes FROM events
-WHERE position <= %(upto)s AND (%(all)s OR position < coalesce((
-    SELECT min(waiting.position) FROM events waiting
-    WHERE waiting.position <= %(upto)s AND (
-        EXISTS (SELECT 1 FROM callbacks WHERE callbacks.task_id = waiting.task_id)
-        OR EXISTS (SELECT 1 FROM tasks WHERE tasks.task_id = waiting.task_id AND callback_url IS NOT NULL
-            AND EXISTS (SELECT 1 FROM places WHERE places.task_id = waiting.task_id AND state <> 'over')))
-), 9223372036854775807))
-ORDER BY position LIMIT %(limit)s"""
+WITH oldest AS (
+    SELECT position, bytes, task_id, at FROM events WHERE position <= %(upto)s
+    ORDER BY position LIMIT %(limit)s
+), waiting AS (
+    SELECT min(position) AS position FROM oldest WHERE NOT %(all)s AND (at >= %(young)s OR
+        (SELECT true FROM callbacks WHERE callbacks.task_id = oldest.task_id LIMIT 1)
+        OR (SELECT true FROM tasks WHERE tasks.task_id = oldest.task_id AND callback_url IS NOT NULL
+            AND EXISTS (SELECT 1 FROM places WHERE places.task_id = oldest.task_id AND state <> 'over')))
+)
+SELECT oldest.position, bytes FROM oldest, waiting
+WHERE oldest.position < coalesce(waiting.position, 9223372036854775807) ORDER BY oldest.position"""
 
 
-def prune(db: Database, retention: Retention, now: float, limit: int) -> int:
-    """Delete some of the oldest events that may go. Any node may call it; one at a time deletes."""
-    _sweep(db)
+def prune(db: Database, retention: Retention, now: float, limit: int, young: float = math.inf) -> int:
+    """Delete some of the oldest events that may go. Any node may call it; one at a time deletes. What came
+    after `young`, in seconds since the epoch, goes only where there is no room for it.
+    """
     row = db.execute(PRUNABLE.encode(), {"since": now - retention.silence_s}).fetchone()
     assert row is not None
     acknowledged, stored = row["acknowledged"], int(row["stored"])
@@ -358,7 +362,9 @@ def prune(db: Database, retention: Retention, now: float, limit: int) -> int:
     elif stored <= retention.acknowledged:
         upto, enough = min(acknowledged, _aged(db, retention, acknowledged, row["pruned"], now)), -1
     last, count = 0, 0
-    for event in db.execute(DROPPABLE, {"upto": upto, "all": too_much, "limit": limit}).fetchall():
+    for event in db.execute(
+        DROPPABLE, {"upto": upto, "all": too_much, "limit": limit, "young": young}
+    ).fetchall():
         if stored <= enough:
             break
         stored -= event["bytes"]
@@ -387,18 +393,31 @@ def _aged(db: Database, retention: Retention, acknowledged: int, pruned: int, no
     return int(row["position"])
 
 
-def _sweep(db: Database) -> None:
+# Of two hours and not of all: nodes look each hour, and a body that had an event once has it. Not by
+# clock_timestamp(), which no index is searched for.
+UNFINISHED: Final = """
+DELETE FROM bodies WHERE (session_id, written_by) IN (
+    SELECT session_id, written_by FROM bodies b
+    WHERE part = 0 AND at < now() - make_interval(secs => %(after)s)
+        AND at > now() - make_interval(secs => %(upto)s)
+        AND NOT EXISTS (
+            SELECT 1 FROM sessions s WHERE s.session_id = b.session_id AND s.written_by = b.written_by)
+        AND NOT EXISTS (
+            SELECT 1 FROM sessions s JOIN places p USING (task_id, place)
+            WHERE s.session_id = b.session_id AND p.session_id = b.session_id AND p.state <> 'over'))"""
+# with what they held of weights
+GONE: Final = """
+WITH gone AS (
+    DELETE FROM nodes WHERE state <> 'alive' AND signed < now() - interval '1 day'
+        AND NOT EXISTS (
+            SELECT 1 FROM places WHERE places.incarnation = nodes.incarnation AND places.state = 'running')
+    RETURNING incarnation
+)
+DELETE FROM weight_holders USING gone WHERE weight_holders.incarnation = gone.incarnation"""
+
+
+def sweep(db: Database) -> None:
     """Delete bodies that nobody finished, and incarnations that are gone and named by nothing."""
-    db.execute(
-        "DELETE FROM bodies WHERE (session_id, written_by) IN (SELECT session_id, written_by FROM bodies b"
-        " WHERE part = 0 AND at < clock_timestamp() - make_interval(secs => %s) AND NOT EXISTS ("
-        "SELECT 1 FROM sessions s WHERE s.session_id = b.session_id AND s.written_by = b.written_by)"
-        " AND NOT EXISTS (SELECT 1 FROM places p WHERE p.session_id = b.session_id AND p.state <> 'over')"
-        " ORDER BY at LIMIT 100)",
-        (UNFINISHED_S,),
-    )
-    db.execute(
-        "DELETE FROM nodes WHERE state <> 'alive' AND signed < clock_timestamp() - interval '1 day'"
-        " AND NOT EXISTS ("
-        "SELECT 1 FROM places WHERE places.incarnation = nodes.incarnation AND places.state = 'running')"
-    )
+    values = {"after": UNFINISHED_S, "upto": SWEPT_S}
+    db.execute(UNFINISHED, values)
+    db.execute(GONE)

@@ -146,7 +146,8 @@ def _copy_head(db: Database, journal: sqlite3.Connection) -> None:
     meta = dict(journal.execute("SELECT name, value FROM meta").fetchall())
     last, names = journal_names(journal, str(meta.get("journal") or ""))
     db.execute(
-        "UPDATE log SET position = %s, pruned = %s, callbacks_expired = %s",
+        "UPDATE log SET position = %s, pruned = %s, callbacks_expired = %s,"
+        " stored = (SELECT coalesce(sum(bytes), 0) FROM events)",
         (last, meta.get("pruned", 0), meta.get("callbacks_expired", 0)),
     )
     db.execute("DELETE FROM identities")

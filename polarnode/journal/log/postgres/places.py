@@ -130,14 +130,16 @@ FROM taken JOIN tasks USING (task_id) ORDER BY taken.priority DESC, taken.number
 
 # What may be chosen: places of tasks that run here, and the first %(window)s of the queue, in its order, of
 # which an index gives no more rows than are asked for. To look through a queue of 100,000 places took two
-# seconds. Rows that are locked by another claim are passed over, so that nodes never wait for each other. A
-# node that was declared lost claims nothing: what it would take would be put back at once.
+# seconds, and a join in place of the query in brackets lets the planner do so. Rows that are locked by
+# another claim are passed over, so that nodes never wait for each other. A node that was declared lost claims
+# nothing: what it would take would be put back at once.
 QUEUED: Final = """
 WITH mine AS (
     SELECT DISTINCT task_id FROM places WHERE state = 'running' AND incarnation = %(incarnation)s
 ), first AS (
-    SELECT p.task_id, p.place FROM places p JOIN tasks t USING (task_id)
-    WHERE p.state = 'queued' AND NOT p.spent AND {fits}
+    SELECT p.task_id, p.place FROM places p
+    WHERE p.state = 'queued' AND NOT p.spent AND (SELECT {fits} FROM tasks t WHERE t.task_id = p.task_id)
+        AND {current}
     ORDER BY p.priority DESC, p.number, p.place LIMIT %(window)s
 ), candidates AS (
     SELECT task_id, place FROM first
@@ -155,14 +157,19 @@ FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND NOT t.by_caller AND t.
     AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.model = %(model)s
         AND w.adapter IN ('', t.adapter) AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)
     AND NOT p.task_id || '/' || p.place = ANY (%(avoided)s)"""
+# of the base, whatever the task: asked once, so that a stale node looks through no queue
+CURRENT: Final = """NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.model = %(model)s
+        AND w.adapter = '' AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)"""
 
-# Of the tasks that are to end only those are looked at that have not ended: a table of finished ones is not
-# read.
+# Of the tasks that are to end only those are looked at that have not ended, and of each (OFFSET 0) its own
+# places: neither table is read.
 TO_END: Final = """
 WITH candidates AS (
     SELECT task_id, place FROM places WHERE state = 'queued' AND spent
-    UNION SELECT q.task_id, q.place FROM tasks JOIN places q USING (task_id)
-        WHERE (cancelled IS NOT NULL OR enough) AND NOT finished AND q.state = 'queued'
+    UNION SELECT task_id, place FROM tasks, LATERAL (
+            SELECT place FROM places WHERE places.task_id = tasks.task_id AND state = 'queued' OFFSET 0) q
+        WHERE (cancelled IS NOT NULL OR enough) AND NOT finished
+    LIMIT 4 * %(room)s
 )
 SELECT p.task_id, p.place, p.session_id
 FROM candidates JOIN places p USING (task_id, place) JOIN tasks t USING (task_id)
@@ -180,7 +187,7 @@ WHERE task_id = %(task)s AND place = %(place)s AND state = 'queued'
     AND EXISTS (SELECT 1 FROM nodes WHERE incarnation = %(incarnation)s AND state = 'alive')
 FOR UPDATE"""
 
-CLAIM: Final = TAKE.format(chosen=QUEUED.format(fits=FITS))
+CLAIM: Final = TAKE.format(chosen=QUEUED.format(fits=FITS, current=CURRENT))
 CLAIM_ENDINGS: Final = TAKE.format(chosen=TO_END)
 TAKE_NAMED: Final = TAKE.format(chosen=NAMED)
 
@@ -213,14 +220,19 @@ def take_place(db: Database, task_id: str, sample_index: int, incarnation: int) 
     return next(map(read_claim, db.execute(TAKE_NAMED, values).fetchall()), None)
 
 
-COUNT_OPEN: Final = (
-    "SELECT count(*) AS count FROM (SELECT 1 FROM places WHERE state <> 'over' LIMIT %s) AS open"
-)
+# by the index of each sort of place: those that are over, which are most, are not read
+COUNT_OPEN: Final = """
+SELECT count(*) AS count FROM (
+    (SELECT 1 FROM places WHERE state = 'running' LIMIT %(limit)s)
+    UNION ALL (SELECT 1 FROM places WHERE state = 'queued' AND spent LIMIT %(limit)s)
+    UNION ALL (SELECT 1 FROM places WHERE state = 'queued' AND NOT spent LIMIT %(limit)s)
+    LIMIT %(limit)s
+) AS open"""
 
 
 def count_open(db: Database, limit: int) -> int:
     """The places that are not over, at most so many."""
-    row = db.execute(COUNT_OPEN, (limit,)).fetchone()
+    row = db.execute(COUNT_OPEN, {"limit": limit}).fetchone()
     return 0 if row is None else int(row["count"])
 
 

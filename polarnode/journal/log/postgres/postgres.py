@@ -7,12 +7,14 @@ what it still has.
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
+import psycopg
 import trio
 from attrs import define, field
 
@@ -23,6 +25,7 @@ from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
+from polarnode.journal.held import KEPT_S
 from polarnode.journal.log.news import News
 from polarnode.journal.log.port import (
     NO_ROOMS,
@@ -80,6 +83,12 @@ WEIGH_S: Final = 60.0
 # without an answer to the watcher, which asks every second: a server that hangs says nothing
 SILENT_S: Final = 5.0
 RETRY_S: Final = 0.5  # between attempts to reach a log that is away
+PRUNE_S: Final = 10.0  # between looks at what retention may delete: one takes a millisecond
+PRUNED_S: Final = 0.1  # and while it deletes: a finish that waits for the writer comes in between
+# A node tells a new primary again what is younger than half of it, and a task that is unknown there: it must
+# have been lost, and not pruned, or all of it would run again.
+SPARED_S: Final = 2 * KEPT_S
+SWEEP_S: Final = 3600.0  # between looks at what a node that died may have left
 
 
 @define(eq=False)
@@ -94,6 +103,7 @@ class PostgresLog:
     _news: News = field(factory=News)
     place_news: int = field(default=0, init=False)
     weight_news: int = field(default=0, init=False)
+    event_news: int = field(default=0, init=False)
     open_places: int = field(default=0, init=False)
     callbacks_pending: bool = field(default=False, init=False)
     standing: LogStanding = field(factory=LogStanding, init=False)
@@ -107,6 +117,7 @@ class PostgresLog:
     _watch: SilenceWatch = field(factory=SilenceWatch, init=False)
     _listening: Database | None = field(default=None, init=False)  # which told the server so
     _looked: float = field(default=float("-inf"), init=False)  # when places were counted last
+    _swept: float = field(default=float("-inf"), init=False)
 
     async def _write(
         self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs
@@ -245,7 +256,7 @@ class PostgresLog:
                     await self._beat()
                 told = await self._watcher.run(self._listen, LISTEN_S)
                 if self._watcher.opened != opened:
-                    opened, told = self._watcher.opened, told | {"places", "weights"}
+                    opened, told = self._watcher.opened, told | {"places", "weights", "events"}
                 self._tell(told)
             except LogAway:
                 self._tell({"away"})  # who waits for news looks again, and learns that the log is away
@@ -256,6 +267,7 @@ class PostgresLog:
         # a new version may let this node claim again
         self.place_news += not {"places", "orders", "weights", "away"}.isdisjoint(told)
         self.weight_news += "weights" in told
+        self.event_news += not {"events", "away"}.isdisjoint(told)
         if told:
             self._news.tell()
 
@@ -345,8 +357,26 @@ class PostgresLog:
     async def consumers(self) -> tuple[Consumer, ...]:
         return await self._read(events.consumers, time.time() - self._retention.silence_s)
 
-    async def prune(self, retention: Retention, *, now: float, limit: int = 256) -> int:
-        return await self._write(events.prune, retention, now, limit)
+    async def prune(
+        self, retention: Retention, *, now: float, limit: int = 256, young: float = math.inf
+    ) -> int:
+        if time.monotonic() - self._swept >= SWEEP_S:
+            self._swept = time.monotonic()
+            await self._write(events.sweep)
+        return await self._write(events.prune, retention, now, limit, young)
+
+    async def retain(self) -> None:
+        """Delete what retention no longer keeps, until it is cancelled. All nodes do, one at a time."""
+        while True:
+            pruned = 0
+            try:
+                now = time.time()
+                pruned = await self.prune(self._retention, now=now, young=now - SPARED_S)
+            except LogAway:
+                pass  # the watcher says so
+            except psycopg.Error:
+                logger.exception("the log could not be pruned: it grows until that is mended")
+            await trio.sleep(PRUNED_S if pruned else PRUNE_S)
 
     @property
     def news(self) -> int:
@@ -502,6 +532,7 @@ async def open_postgres_log(
         async with trio.open_nursery() as nursery:
             if watch:
                 nursery.start_soon(log.watch)
+                nursery.start_soon(log.retain)
             try:
                 yield log
             finally:

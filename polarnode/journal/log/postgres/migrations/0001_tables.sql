@@ -11,6 +11,7 @@ CREATE TABLE log (
     restored bigint NOT NULL DEFAULT 0,          -- raised by mark_restored()
     position bigint NOT NULL DEFAULT 0,
     pruned bigint NOT NULL DEFAULT 0,            -- the last event that retention deleted
+    stored bigint NOT NULL DEFAULT 0,            -- bytes of the events that are kept
     callbacks_expired bigint NOT NULL DEFAULT 0
 );
 INSERT INTO log DEFAULT VALUES;
@@ -64,6 +65,7 @@ CREATE TABLE tasks (
     callback_kinds text[] NOT NULL DEFAULT '{}'
 ) WITH (fillfactor = 80);
 CREATE INDEX tasks_by_group ON tasks (group_id);
+CREATE INDEX tasks_by_name ON tasks (task_id COLLATE "C");  -- the runs of one name, by their bytes
 CREATE INDEX tasks_to_end ON tasks (number) WHERE (cancelled IS NOT NULL OR enough) AND NOT finished;
 
 -- A place of a task, which one session fills. `session_id` is the session that has it, or had it last.
@@ -175,7 +177,7 @@ CREATE TABLE callbacks (
     leased_until timestamptz NOT NULL DEFAULT '-infinity',
     lease bigint NOT NULL DEFAULT 0
 );
-CREATE INDEX callbacks_by_task ON callbacks (url, task_id, position);
+CREATE INDEX callbacks_by_task ON callbacks (task_id, url, position);
 
 -- Scores that are given to sessions that were over.
 CREATE TABLE evaluations (
@@ -196,6 +198,8 @@ CREATE TABLE evaluated (
     PRIMARY KEY (evaluation_id, session_id)
 );
 CREATE INDEX evaluated_by_session ON evaluated (session_id, n);
+CREATE INDEX evaluated_by_position ON evaluated (position);
+CREATE INDEX evaluated_pending ON evaluated (evaluation_id) WHERE n IS NULL AND error IS NULL;
 
 -- Events come and go: vacuum runs when a twentieth of a table is dead, and not only at a fifth.
 ALTER TABLE events SET (autovacuum_vacuum_scale_factor = 0.05, autovacuum_vacuum_insert_scale_factor = 0.05);

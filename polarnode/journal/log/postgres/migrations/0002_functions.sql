@@ -45,7 +45,7 @@ DECLARE
     given bigint;
 BEGIN
     PERFORM settle_identity();
-    UPDATE log SET position = position + 1 RETURNING position INTO given;
+    UPDATE log SET position = position + 1, stored = stored + p_bytes RETURNING position INTO given;
     INSERT INTO events (position, kind, key, task_id, group_id, session_id, outcome, reward, body, at, bytes)
     VALUES (given, p_kind, p_key, p_task, p_group, p_session, p_outcome, p_reward, p_body, p_at, p_bytes);
     INSERT INTO callbacks (position, task_id, url)
@@ -237,6 +237,7 @@ END $$;
 CREATE FUNCTION forget_events(p_upto bigint, p_pruned bigint) RETURNS boolean LANGUAGE plpgsql AS $$
 DECLARE
     expired bigint;
+    freed bigint;
 BEGIN
     IF NOT pg_try_advisory_xact_lock(7046029254386353132)  -- of this function; the number means nothing
         OR p_pruned <> (SELECT pruned FROM log) THEN
@@ -251,7 +252,8 @@ BEGIN
     -- an attempt may be published after the last event of its task: its session goes with that event
     DELETE FROM sessions WHERE task_id IN (SELECT task_id FROM events WHERE position <= p_upto AND kind = 'task')
         AND NOT EXISTS (SELECT 1 FROM events
-            WHERE events.session_id = sessions.session_id AND position > p_upto);
+            WHERE events.task_id = sessions.task_id AND events.session_id = sessions.session_id
+                AND position > p_upto);
     DELETE FROM tasks WHERE task_id IN (SELECT task_id FROM events WHERE position <= p_upto AND kind = 'task');
     DELETE FROM evaluations WHERE evaluation_id IN (SELECT evaluation_id FROM evaluated WHERE position <= p_upto)
         AND NOT EXISTS (SELECT 1 FROM evaluated
@@ -260,8 +262,10 @@ BEGIN
     DELETE FROM callbacks WHERE position <= p_upto;
     GET DIAGNOSTICS expired = ROW_COUNT;
     DELETE FROM marks WHERE position <= p_upto;
-    DELETE FROM events WHERE position <= p_upto;
-    UPDATE log SET pruned = p_upto, callbacks_expired = callbacks_expired + expired;  -- last: finishing waits for it
+    WITH gone AS (DELETE FROM events WHERE position <= p_upto RETURNING bytes)
+    SELECT coalesce(sum(bytes), 0) INTO freed FROM gone;
+    UPDATE log SET pruned = p_upto, stored = stored - freed,
+        callbacks_expired = callbacks_expired + expired;  -- last: finishing waits for it
     RETURN true;
 END $$;
 
