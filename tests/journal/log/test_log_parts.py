@@ -68,7 +68,7 @@ async def test_evaluation_of_dead_node_taken(dsn: str) -> None:
 
 
 def test_two_versions_served_at_once(dsn: str) -> None:
-    """One of them is the current one, and the other was before it."""
+    """The one that was brought last is the current one, whichever was faster."""
     with open_database(dsn, name="x") as db:
         membership.join(db, NodeFacts(name="n"))
         for number in range(8):
@@ -79,12 +79,10 @@ def test_two_versions_served_at_once(dsn: str) -> None:
             return weights.serve_weights(db, f"v{number}", model="", holders=2)
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(serve, range(8)))
+        assert list(pool.map(serve, range(8)))[-1]
     with open_database(dsn, name="x") as db:
-        assert (
-            len([each for each in weights.weights(db, model="", adapters=False, limit=None) if each.current])
-            == 1
-        )
+        found = weights.weights(db, model="", adapters=False, limit=None)
+        assert [each.version for each in found if each.current] == ["v7"]
 
 
 def test_gap_of_each_cursor() -> None:
@@ -99,3 +97,50 @@ def test_gap_of_each_cursor() -> None:
         gap_of(Cursor(position=11), **here, known=False, lost_after=None),
     ]
     assert [each and each.position for each in found] == [4, 6, 9, 4, 4]
+
+
+def test_latest_versions_read_once(dsn: str) -> None:
+    """Each node asks for them at all news of weights: what it costs must not grow with the square of the versions."""
+    query = f"EXPLAIN {weights.WEIGHTS}{weights.LATEST}{weights.LISTED}"
+    with open_database(dsn, name="x") as db:
+        plan = db.execute(query.encode(), {"model": "m", "adapters": False, "limit": None}).fetchall()
+    assert any("hashed SubPlan" in str(line) for line in plan), plan
+
+
+def test_what_is_known_is_no_news_of_weights(dsn: str) -> None:
+    with open_database(dsn, name="x") as db, open_database(dsn, name="listener") as listener:
+        listener.execute("LISTEN polarnode")
+
+        def news() -> int:
+            return len(list(listener.notifies(timeout=0.2)))
+
+        one, two = (membership.join(db, NodeFacts(name=name)).incarnation for name in ("a", "b"))
+        weights.add_weights(db, "v1", {}, model="", shared=False, at=NOW)
+        news()
+        for number in (1, 0):
+            weights.hold_weights(db, "v1", one, model="")
+            assert news() == number
+            weights.serving(db, one, {"": "v1"})
+            assert news() == number
+            weights.hold_weights(db, "v1", two, model="")
+            assert weights.serve_weights(db, "v1", model="", holders=2)
+            assert news() == 2 * number
+
+
+async def test_older_version_never_counts_again(dsn: str) -> None:
+    """Two trainers at two nodes: the version that was brought first finds its second holder last."""
+    async with open_postgres(dsn, watch=False) as log:
+        one, two = await join(log, "one"), await join(log, "two")
+        for version in ("v1", "v2"):
+            await log.add_weights(version, {}, at=NOW)
+            await log.hold_weights(version, one)
+        await log.hold_weights("v2", two)
+        assert await log.serve_weights("v2")
+        await log.hold_weights("v1", two)
+        assert not await log.serve_weights("v1")
+        found = {each.version: (each.current, each.counted) for each in await log.weights()}
+        assert found == {"v1": (False, False), "v2": (True, True)}
+        await log.add_weights("v3", {}, shared=True, at=NOW)
+        assert await log.serve_weights("v3")
+        (row,) = [each for each in await log.weights() if each.version == "v2"]
+        assert row.holders == (), "rows of holders are kept for what may still be copied"
