@@ -81,7 +81,7 @@ def test_two_versions_served_at_once(dsn: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(serve, range(8)))[-1]
     with open_database(dsn, name="x") as db:
-        found = weights.weights(db, model="", adapters=False, limit=None)
+        found = weights.weights(db, model="", adapters=False, latest=False, limit=None)
         assert [each.version for each in found if each.current] == ["v7"]
 
 
