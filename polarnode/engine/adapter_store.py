@@ -27,6 +27,7 @@ from attrs import define, evolve, field
 from polarnode.core.codec.json import read_json
 from polarnode.core.codec.tasks import ADAPTER
 from polarnode.core.errors import (
+    Busy,
     ConfigError,
     Conflict,
     DiskFull,
@@ -108,6 +109,8 @@ class AdapterStore:
                 )
             except LogAway:
                 raise
+            except Busy as error:  # it is served here, and the others take it when they can
+                report(f"adapters.{name}: {error}")
             except PolarnodeError as error:
                 versions = self.weights.engines.adapters.versions(name)
                 if not versions or not isinstance(error, Conflict):

@@ -41,6 +41,7 @@ from polarnode.engine.weight_values import (
     source_record,
 )
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import RETRY_S, Log, LogAway, LogWeights, NodeRow
 from polarnode.support.concurrency import open_background
 
@@ -451,11 +452,15 @@ class Weights:
         return report_of(served, created=True)
 
     async def write_down(self, served: Served) -> None:
-        """Record a version. Raises LogAway where others share the log and it cannot be reached."""
-        with trio.move_on_after(WRITTEN_S):
+        """Record a version. Raises LogAway where others share the log and it has no row of it: they would
+        never take it. What a node alone has to write is written when its disk answers again.
+        """
+        with trio.move_on_after(WRITTEN_S) as patience:
             await self.log.add_weights(
                 served.version, plain_of(served), model=self.name, at=self.journal.now()
             )
+        if patience.cancelled_caught and self.log.shared:
+            raise LogAway(f"weights {served.version!r} were not in the log within {WRITTEN_S:.0f} s")
 
     # ── the nodes of the log ──────────────────────────────────────────────────
 
@@ -729,7 +734,7 @@ async def open_weights(
     weights = Weights(
         engines=engines, journal=journal, log=log, model=model, name=name, copies=copies, warning=warning
     )
-    await weights.read_order()
+    await answered(weights.read_order, meanwhile="the node waits to start")
     weights.note_start()
     async with open_background(weights.watch):
         try:

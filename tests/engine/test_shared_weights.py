@@ -24,10 +24,12 @@ from weights_kit import MODEL, Plane, disk, open_weights_plane, simulated_tiny
 
 from polarnode.api.weight_nodes import payloads_of, rank_offsets
 from polarnode.engine import weights as weights_module
+from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import Served, in_order
 from polarnode.groups.group import updates_behind
 from polarnode.journal.log.port import Log
+from polarnode.journal.log.postgres.postgres import PostgresLog
 from polarnode.node.config import TINY_MODEL
 
 LABELS = {"model": MODEL}
@@ -190,6 +192,64 @@ async def _is_stale(plane: Plane, *names: str) -> bool:
 
 async def _warns(plane: Plane, text: str) -> bool:
     return text in ((await plane.told())["warning"] or "")
+
+
+async def test_version_that_no_row_has_is_not_served(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's connection is busy with a body for too long: the others would never hear of the version."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+
+        async def add_weights(*_: Any, **__: Any) -> None:
+            await trio.sleep_forever()
+
+        monkeypatch.setattr(weights_module, "WRITTEN_S", 0.1)
+        monkeypatch.setattr(PostgresLog, "add_weights", add_weights)
+        answer = await first.node.post("/v1/weights", new("7"))
+        assert (answer.status, answer.json()["error"]["type"]) == (503, "log_away"), answer.text
+        assert [each.engines.versions for each in (first, second)] == [("0",)] * 2
+
+
+async def test_copies_leave_room_on_the_disk(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        assert (await first.node.post("/v1/weights", new("7"))).status == 201
+        (row,) = await second.log.weights(model=MODEL)
+        copies, folder = second.following.copies, tmp_path / "copied"
+        folder.mkdir()
+        assert not await evolve(copies, reserve=1 << 60).copy(row, folder)
+        assert not [*folder.iterdir()]
+        assert await copies.copy(row, folder)
+
+
+async def test_following_outlives_a_full_disk(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_room(*_: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        raise OSError("No space left on device")
+
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        monkeypatch.setattr(AdapterStore, "follow", no_room)
+        await second.following.look()
+        assert (await first.node.post("/v1/weights", new("7"))).status == 201
+        assert await serves(second, "7")
+
+
+async def test_adapter_of_settings_waits_for_nobody(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node starts where another one cannot take the adapter that its settings name."""
+
+    async def no_copy(*_: Any) -> bool:
+        await trio.lowlevel.checkpoint()
+        return False
+
+    monkeypatch.setattr(Copies, "copy", no_copy)
+    folder = write_adapter(tmp_path / "adapter")
+    async with nodes(tmp_path, dsn, "a", "b", lora_rank=4) as (first, _):
+        first.weights.spread_s, said = 0.0, list[str]()
+        await first.adapters.serve_from_start({"a": str(folder)}, said.append)
+        assert "b had no copy" in said[0]
 
 
 async def test_deadline_names_who_lacks_it(tmp_path: Path, dsn: str) -> None:
