@@ -120,8 +120,9 @@ class OtherNodes:
             return self._alive
         self._alive = tuple(each for each in found if each.facts.name != self.name)
         kept = {each.incarnation for each in found}
-        for incarnation in self._links.keys() - kept:
-            await self._links.pop(incarnation).close()
+        gone = [self._links.pop(each) for each in self._links.keys() - kept]
+        for link in gone:  # closing waits, and another caller may look meanwhile
+            await link.close()
         return self._alive
 
     def link(self, row: NodeRow) -> Link:
@@ -399,7 +400,11 @@ class PassingRoutes:
         return json_response({"logs": logs})
 
     async def _of_all(self, here: Handler) -> Response:
-        """A change of this node, then of all others; who did not make it is named."""
+        """A change of this node, then of all others; who did not make it is named. Of one model's nodes it is
+        a change of their engines (`weight_nodes`).
+        """
+        if "model" in request.args:
+            return await here()
         body = await _sent_body()
         answer = await here()
         if answer.status_code >= 300:

@@ -16,7 +16,7 @@ import trio
 from attrs import define, field
 from quart import Response, request
 
-from polarnode.api.proxy import NOT_ANSWERED_WITH, PASSED_TO, Astray, OtherNodes, answer_for
+from polarnode.api.proxy import NOT_ANSWERED_WITH, PASSED_TO, Astray, OtherNodes, answer_for, pass_on
 from polarnode.api.service import json_response
 from polarnode.client.requests import JSON_BODY
 from polarnode.client.values import Unreachable
@@ -31,6 +31,10 @@ from polarnode.journal.log.port import NodeRow
 UPDATE_S: Final = 1000.0  # without a byte of an answer: a node's own bound of an update is 900 s
 LATE_S: Final = 60.0  # that a node may take longer than the first to take an update: then it is stale
 RESUME_S: Final = 30.0  # for generation to continue on all nodes: one message to each
+# names the node that passed a request on to one that asks all: who gets it and would do so too has an address
+# that leads back
+PASSED_BY: Final = "Polarnode-Passed-By"
+HOLDS: Final = ("/v1/engine/pause", "/v1/engine/resume")
 OPEN_MOST: Final = 8  # updates of several requests that are remembered: one is open, the rest were left
 
 Handler = Callable[..., Awaitable[Response]]
@@ -170,7 +174,7 @@ class ModelNodes:
     async def ask_one(
         self, row: NodeRow, method: str, path: str, value: Json = None, *, for_itself: bool = True
     ) -> NodeAnswer:
-        headers = {PASSED_TO: row.facts.name} if for_itself else {}
+        headers = {PASSED_TO: row.facts.name} if for_itself else {PASSED_BY: self.others.name}
         body = None if value is None else dump_json(value)
         if body is not None:
             headers |= JSON_BODY
@@ -192,6 +196,13 @@ class ModelNodes:
         row = await self.elsewhere()
         if row is None:
             return None
+        if (by := request.headers.get(PASSED_BY)) is not None:
+            raise Astray(
+                f"node {by!r} passed this request on to {self.others.name!r}, which has no engine for it:"
+                " give each node a url at which it alone is reached"
+            )
+        if request.method == "PUT":  # files, which it takes as they come, and the others have from the log
+            return await pass_on(self.others, row)
         query = request.query_string.decode()
         path = quote(request.path, safe="/:%") + (f"?{query}" if query else "")
         value = await body_json_or(None)
@@ -230,10 +241,12 @@ class WeightNodeRoutes:
             ("DELETE", "/v1/weights/updates/<update_id>"): self._give_up,
             ("POST", "/v1/weights/groups"): self._join,
             ("DELETE", "/v1/weights/groups/<name>"): self._leave,
+            **{("POST", path): self._of_all for path in HOLDS},
             ("POST", "/v1/engine/memory/release"): self._of_all,
             ("POST", "/v1/engine/memory/resume"): self._of_all,
             ("POST", "/v1/adapters"): self._by_log,
             ("GET", "/v1/adapters"): self._by_log,
+            ("PUT", "/v1/adapters/<name>/versions/<version>"): self._by_log,
             ("DELETE", "/v1/adapters/<name>"): self._by_log,
         }
         for method, path, handler in rows:
@@ -242,17 +255,19 @@ class WeightNodeRoutes:
 
     async def _answer(self, ask: Handler, here: Handler, **names: str) -> Response:
         """What was passed on to this node is answered here; else all nodes are asked, if there are more."""
+        if request.path in HOLDS and "model" not in request.args:
+            return await here(**names)  # every node's, of whichever model
         try:
             if self.nodes.others.is_for_us():
                 return await here(**names)
-        except Astray as error:
+            if (answer := await self.nodes.answered_elsewhere()) is not None:
+                return answer
+        except (Astray, Unreachable) as error:
             return answer_for(error)
-        if (answer := await self.nodes.answered_elsewhere()) is not None:
-            return answer
         members = await self.nodes.members()
         if len(members) < 2:
             return await here(**names)
-        if request.method == "GET":
+        if request.method in ("GET", "PUT"):  # a slow upload is no reason for others to wait
             return await ask(here, members, **names)
         async with self._lock:
             return await ask(here, members, **names)
@@ -300,7 +315,11 @@ class WeightNodeRoutes:
     async def _at_a_barrier(
         self, body: dict[str, Any], source: Mapping[str, Any], members: list[NodeRow]
     ) -> Response:
-        """No node samples until all have loaded, or are stale."""
+        """No node samples until all have loaded, or are stale. Where the trainer holds generation already,
+        that is left to it.
+        """
+        if self.nodes.weights.status().paused is not None:
+            return await self._updated(body, source, members)
         mode = body.get("mode", "in_place")
         pause: Json = {"mode": "retract" if mode == "drain" else mode}
         held = took(await self.nodes.ask(members, "POST", "/v1/engine/pause", lambda _: pause))

@@ -15,6 +15,7 @@ import h11
 import hollow_node
 import pytest
 import trio
+import trio.testing
 from attrs import define, field
 from control_plane_parts import Answer, Caller
 from fakes_runtime import Call
@@ -24,10 +25,11 @@ from quart import Response
 from tls_kit import Authority
 
 from polarnode.api.app import control_plane
-from polarnode.api.proxy import PASSED_TO, NodeGone, PassingRoutes, open_others
+from polarnode.api.proxy import PASSED_TO, ROSTER_S, NodeGone, PassingRoutes, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Unreachable
 from polarnode.core.status import SessionChanges
+from polarnode.http.link import Link
 from polarnode.http.server import Address, Certificate, open_server
 from polarnode.journal.log.port import NodeFacts, NodeRow
 from polarnode.node.config import NodeConfig
@@ -284,6 +286,25 @@ async def test_where_a_session_is(runs: NodeRow, nodes: tuple[NodeRow, ...], fou
             return
         with pytest.raises(NodeGone, match="its node is gone; its place runs elsewhere"):
             await others.of_session("s")
+
+
+async def test_links_of_lost_nodes_close_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing one waits, and another request looks at the nodes meanwhile."""
+    log: Any = NodesOnly(row("b", 2), (row("b", 2), row("c", 3)))
+    async with open_others(log, name="a", token=None) as others:
+        for each in await others.alive():
+            others.link(each)
+        log.rows = ()
+
+        async def close(_: Link) -> None:
+            await trio.sleep(ROSTER_S + 0.1)
+
+        monkeypatch.setattr(Link, "close", close)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                others._until = float("-inf")
+                nursery.start_soon(others.alive)
+                await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_silent_and_lost_nodes(tmp_path: Path, cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save
 from trainers_kit import make_turn
 from weights_kit import MODEL, Plane, disk, open_weights_plane, simulated_tiny
 
-from polarnode.api.weight_nodes import payloads_of, rank_offsets
+from polarnode.api.weight_nodes import PASSED_BY, payloads_of, rank_offsets
 from polarnode.engine import weights as weights_module
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.weight_copies import Copies
@@ -400,6 +400,9 @@ async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None
         assert barrier.status == 201, barrier.text
         assert [each.engines.versions[-1] for each in planes] == ["8", "8"]
         assert [each.weights.status().paused for each in planes] == [None] * 2
+        assert (await planes[1].node.post("/v1/engine/pause", {})).status == 200
+        assert (await planes[0].node.post("/v1/weights", new("9", switch="barrier"))).status == 201
+        assert [each.weights.status().paused for each in planes] == ["in_place"] * 2, "as the trainer left it"
 
 
 async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
@@ -420,6 +423,26 @@ async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
         answer = await judge.node.post(f"/v1/weights?model={MODEL}", tensors("2", GOOD))
         assert answer.status == 201, answer.text
         assert [each.engines.versions[-1] for each in (policy, judge)] == ["2", "1"]
+        assert (await policy.node.post("/v1/engine/pause?model=judge", {})).status == 200
+        assert [each.weights.status().paused for each in (policy, judge)] == [None, "in_place"]
+        headers = {PASSED_BY: "b"}
+        back = await policy.node.call("GET", "/v1/weights", params={"model": "judge"}, headers=headers)
+        assert (back.status, back.json()["error"]["type"]) == (502, "astray"), "requests go round"
+
+
+async def test_adapter_is_put_at_any_node(tmp_path: Path, dsn: str) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    config = (folder / "adapter_config.json").read_text()
+    body = save(load_file(folder / "adapter_model.safetensors"), {"adapter_config": config})
+    async with (
+        nodes(tmp_path, dsn, "a") as (policy,),
+        nodes(tmp_path, dsn, "b", model="judge", lora_rank=4) as (judge,),
+    ):
+        await until(lambda: _known(policy, 2))
+        path = "/v1/adapters/a/versions/1"
+        put = await policy.node.call("PUT", path, params={"model": "judge"}, body=body)
+        assert put.status == 201, put.text
+        assert [each.version for each in judge.adapters.status().adapters] == ["1"]
 
 
 async def _known(plane: Plane, count: int) -> bool:
