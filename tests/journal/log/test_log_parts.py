@@ -5,6 +5,7 @@ from typing import Any
 
 from journal_samples import make_spec
 from log_kit import NOW, claim, end, join, open_postgres, submit
+from psycopg.types.json import Jsonb
 
 from polarnode.core.cursors import Cursor
 from polarnode.core.task import EvaluationSpec
@@ -12,7 +13,7 @@ from polarnode.core.trajectory import Outcome
 from polarnode.groups.group import Facts
 from polarnode.journal.log.endings import task_ending
 from polarnode.journal.log.port import NodeFacts
-from polarnode.journal.log.postgres import evaluations, membership, queries, weights
+from polarnode.journal.log.postgres import callbacks, evaluations, membership, queries, weights
 from polarnode.journal.log.postgres.connection import open_database
 from polarnode.journal.log.rules import gap_of
 
@@ -144,3 +145,24 @@ async def test_older_version_never_counts_again(dsn: str) -> None:
         assert await log.serve_weights("v3")
         (row,) = [each for each in await log.weights() if each.version == "v2"]
         assert row.holders == (), "rows of holders are kept for what may still be copied"
+
+
+def test_callbacks_of_a_silent_receiver_are_not_read(dsn: str) -> None:
+    """Its backlog may be 100,000 events, and each node looks some times a second for what can be sent."""
+    with open_database(dsn, name="x") as db:
+        for table, columns, values in (
+            ("events", "position, kind, key, task_id, group_id, at, bytes", "n, 'task', n, n / 8, '', 0, 0"),
+            ("callbacks", "position, task_id, url", "n, n / 8, CASE n WHEN 9 THEN 'there' ELSE 'gone' END"),
+        ):
+            rows = f"SELECT {values} FROM generate_series(1, 20000) n"
+            db.execute(f"INSERT INTO {table} ({columns}) {rows}".encode())
+        db.execute("ANALYZE callbacks")
+        plan = db.execute(
+            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {callbacks.LEASE}".encode(),
+            {"limit": 32, "seconds": 75.0, "each": 4, "rooms": Jsonb({"gone": 0})},
+        ).fetchone()
+        assert plan is not None
+        (top,) = plan["QUERY PLAN"]
+        assert top["Plan"]["Actual Rows"] == 1
+        pages = top["Plan"]["Shared Hit Blocks"] + top["Plan"]["Shared Read Blocks"]
+        assert pages < 100, f"{pages} pages were read"
