@@ -45,7 +45,7 @@ class Query:
     until: float | None = None
     since: float | None = None
     state: GroupState | None = None
-    model: str | None = None  # of a fleet's front: which nodes are meant
+    model: str | None = None  # of nodes that share a log: which of them are meant
     offset: int | None = None  # of a log, in bytes
     tail: int | None = None  # of a log, in lines
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 class PolarnodeClient:
     """A client of one node's control plane. Threads may share it.
 
-    * `base_url`: the address of the node or front, `https://HOST:PORT#SHA256` with the certificate that is
+    * `base_url`: the address of the node, `https://HOST:PORT#SHA256` with the certificate that is
       trusted. `token`: the bearer token, if the node has one.
     * `patience_s`: seconds to wait for a node that is away or full, since its last sign of life, before the
       error is raised.

@@ -25,8 +25,8 @@ MOST_ROWS, MOST_TOKENS = 1024, 1 << 22
 
 @frozen(kw_only=True)
 class HeldWeights:
-    """The weights that a node can score by. `teachers` is None where they are not listed, as by a fleet's
-    front; `version` and `adapters` are those of the policy.
+    """The weights that a node can score by. `teachers` is None where they are not listed; `version` and
+    `adapters` are those of the policy.
     """
 
     version: str
@@ -41,7 +41,7 @@ class HeldWeights:
             if each.version and name in (each.name, each.version):
                 version = each.version if name == each.version != each.name else None
                 return Chosen(engine=POLICY, adapter=each.name, version=version)
-        if self.teachers is None or name in self.teachers:  # a node behind a front says itself what it has
+        if self.teachers is None or name in self.teachers:  # the node says itself what it has
             return Chosen(engine=name)
         held = [f"{self.version or 'weights without a name'} (policy)"]
         held += [f"{each.version} (adapter {each.name})" for each in self.adapters.adapters if each.version]

@@ -21,7 +21,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.weights import Backend, HostReport, MemoryTag, PauseMode, UpdateMode
 from polarnode.engine.protocol import LoadBroadcast, LoadDisk, LoadTensors, ToHost
 
-if TYPE_CHECKING:  # a fleet's front reads these values too, and has no engine
+if TYPE_CHECKING:  # who reads these values needs no engine
     from polarnode.engine.host import Host
     from polarnode.engine.update import Make
 

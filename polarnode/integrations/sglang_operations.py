@@ -1,5 +1,5 @@
-"""The control operations of an SGLang server that a node and a fleet's front serve: their bodies, paths and
-OpenAPI operations, and why the others are refused.
+"""The control operations of an SGLang server that a node serves: their bodies, paths and OpenAPI operations,
+and why the others are refused.
 
 Names and defaults are SGLang's (0.5.23: `srt/managers/io_struct.py`), or the difference stands beside them.
 """

@@ -288,6 +288,15 @@ async def test_where_a_session_is(runs: NodeRow, nodes: tuple[NodeRow, ...], fou
             await others.of_session("s")
 
 
+@pytest.mark.parametrize(("url", "name"), [("http://127.0.0.1:9", "nœud"), ("http://[::1", "b"), ("", "b")])
+async def test_row_that_cannot_be_asked(url: str, name: str) -> None:
+    """Whatever another node wrote of itself, who asks it goes on."""
+    log: Any = NodesOnly(row(name, 2, url=url), (row(name, 2, url=url),))
+    async with open_others(log, name="a", token=None) as others:
+        ((_, found),) = await others.ask_all("GET", "/v1/logs")
+        assert isinstance(found, Unreachable)
+
+
 async def test_links_of_lost_nodes_close_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing one waits, and another request looks at the nodes meanwhile."""
     log: Any = NodesOnly(row("b", 2), (row("b", 2), row("c", 3)))

@@ -1,4 +1,4 @@
-/** Live sessions as a node, or a fleet's front, tells their changes. Pure. */
+/** Live sessions as a node tells their changes, its own and those of the nodes that share its log. Pure. */
 
 const ENDED_MS = 8000; // a session that ended stays in the list so long, with how it ended
 
