@@ -50,6 +50,7 @@ from polarnode.core.trajectory import Outcome, Status, Trajectory
 from polarnode.evaluators import registry
 from polarnode.evaluators.contract import Evaluator, Kept
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import Log, LogAway
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.admission import insist_writable
@@ -166,7 +167,10 @@ class Evaluations:
 
     async def run(self, ready: trio.Event) -> None:
         """Evaluate what is pending, and what is accepted, until cancelled."""
-        for record in await self.log.pending_evaluations(self.incarnation()):
+        pending = await answered(
+            lambda: self.log.pending_evaluations(self.incarnation()), meanwhile="the node waits to start"
+        )
+        for record in pending:
             self._enqueue(record)
         folder = self.services.log_dir
         for each in folder.glob(f"{RESTORING}*"):  # of an earlier run of the node, which was killed
