@@ -23,7 +23,7 @@ from polarnode.client.values import Unreachable
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, Refused
-from polarnode.engine.weights import Weights
+from polarnode.engine.weights import EXTERNAL, Weights
 from polarnode.http.asgi import RouteRow, body_json_or
 from polarnode.http.link import NodeAnswer
 from polarnode.journal.log.port import NodeRow
@@ -141,7 +141,7 @@ class ModelNodes:
         found = [each for each in rows if each.facts.labels.get("model", "") == wanted]
         if not found:
             raise Busy("no node of the log has an engine now", retry_after=2.0)
-        return found[0]
+        return min(found, key=lambda each: EXTERNAL in each.serving)  # those only, where there are no others
 
     async def ask(
         self,

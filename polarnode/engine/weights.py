@@ -192,6 +192,8 @@ ORDERED = 512
 # them twice, and a busy one begins late
 SPREAD_S = 60.0
 LOOK_S = 1.0  # between looks at what the others serve, where nobody tells
+# among what a node serves: its engine is external, and takes no weights from here; no adapter has such a name
+EXTERNAL = "@external"
 
 
 @define(eq=False)
@@ -485,13 +487,15 @@ class Weights:
         return await self.log.serve_weights(version, model=self.name, holders=holders)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
-        """The nodes of the log that are alive and serve this node's model, in one order. One without an
-        engine serves none.
+        """The nodes of the log that are alive and take the weights of this node's model, in one order. One
+        without an engine serves none, and nobody waits for one whose engine is its owner's.
         """
         return tuple(
             each
             for each in await self.log.nodes()
-            if each.facts.labels.get("model", "") == self.name and "" in each.serving
+            if each.facts.labels.get("model", "") == self.name
+            and "" in each.serving
+            and EXTERNAL not in each.serving
         )
 
     async def lacking(self, version: str, adapter: str = "") -> tuple[str, ...]:
@@ -542,6 +546,8 @@ class Weights:
         """
         if not self.engines.restarts:
             return {}
+        if not self.engines.is_own:
+            return {EXTERNAL: "", "": self.engines.versions[-1]}
         adapters = {each.name: each.version for each in self.engines.adapters.status()}
         return {**dict.fromkeys(self.unable, ""), **adapters, "": self.engines.versions[-1]}
 

@@ -25,6 +25,7 @@ from weights_kit import MODEL, Plane, disk, open_weights_plane, simulated_tiny
 from polarnode.api.weight_nodes import PASSED_BY, payloads_of, rank_offsets
 from polarnode.engine import weights as weights_module
 from polarnode.engine.adapter_store import AdapterStore
+from polarnode.engine.settings import External
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import Served, in_order
 from polarnode.groups.group import updates_behind
@@ -208,6 +209,17 @@ async def test_version_that_no_row_has_is_not_served(
         answer = await first.node.post("/v1/weights", new("7"))
         assert (answer.status, answer.json()["error"]["type"]) == (503, "log_away"), answer.text
         assert [each.engines.versions for each in (first, second)] == [("0",)] * 2
+
+
+async def test_nobody_waits_for_an_external_engine(tmp_path: Path, dsn: str) -> None:
+    """Its weights are its owner's: it holds no files, and a version counts without it."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        second.engines._external = External(urls=("http://127.0.0.1:9",), vocab_size=9, context_length=9)
+        await second.following.look()
+        answer = await first.node.post("/v1/weights", new("7"))
+        assert (answer.status, answer.json()["stale"]) == (201, []), answer.text
+        assert [each.engines.versions[-1] for each in (first, second)] == ["7", "0"]
+        await until(lambda: _is_stale(first, "b"))
 
 
 async def test_copies_leave_room_on_the_disk(tmp_path: Path, dsn: str) -> None:
