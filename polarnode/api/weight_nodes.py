@@ -29,6 +29,9 @@ from polarnode.http.link import NodeAnswer
 from polarnode.journal.log.port import NodeRow
 
 UPDATE_S: Final = 1000.0  # without a byte of an answer: a node's own bound of an update is 900 s
+SHOWN_S: Final = (
+    5.0  # that a node may take longer than the first to say what it serves: one that hangs is left
+)
 LATE_S: Final = 60.0  # that a node may take longer than the first to take an update: then it is stale
 RESUME_S: Final = 30.0  # for generation to continue on all nodes: one message to each
 # names the node that passed a request on to one that asks all: who gets it and would do so too has an address
@@ -147,7 +150,7 @@ class ModelNodes:
         self,
         members: Sequence[NodeRow],
         method: str,
-        path: str,
+        path: str | Callable[[NodeRow], str],
         bodies: Bodies | None = None,
         *,
         late_s: float = UPDATE_S,
@@ -159,7 +162,11 @@ class ModelNodes:
         patience = trio.CancelScope()
 
         async def one(row: NodeRow) -> None:
-            answer = await self.ask_one(row, method, path, None if bodies is None else bodies(row))
+            where, body = (
+                path if isinstance(path, str) else path(row),
+                None if bodies is None else bodies(row),
+            )
+            answer = await self.ask_one(row, method, where, body)
             found[row.incarnation] = answer
             if answer.status < 300:
                 patience.deadline = min(patience.deadline, trio.current_time() + late_s)
@@ -186,7 +193,7 @@ class ModelNodes:
             return silent(str(error))
 
     async def ranks(self, members: Sequence[NodeRow]) -> list[int]:
-        words = await self.ask(members, "GET", "/v1/weights")
+        words = await self.ask(members, "GET", "/v1/weights", late_s=SHOWN_S)
         if len(took(words)) < len(words):
             raise Busy("a node does not give its number of GPUs: try again", retry_after=2.0)
         return [int(answer.json["ranks"]) for _, answer in words]
@@ -284,7 +291,7 @@ class WeightNodeRoutes:
         return json_response(joined_state([answer.json for _, answer in words]))
 
     async def _show(self, here: Handler, members: list[NodeRow]) -> Response:
-        words = took(await self.nodes.ask(members, "GET", "/v1/weights"))
+        words = took(await self.nodes.ask(members, "GET", "/v1/weights", late_s=SHOWN_S))
         if not words or words[0][0] is not members[0]:
             return await here()
         return json_response(joined_state([answer.json for _, answer in words]))
@@ -322,12 +329,12 @@ class WeightNodeRoutes:
             return await self._updated(body, source, members)
         mode = body.get("mode", "in_place")
         pause: Json = {"mode": "retract" if mode == "drain" else mode}
-        held = took(await self.nodes.ask(members, "POST", "/v1/engine/pause", lambda _: pause))
         try:
+            await self.nodes.ask(members, "POST", "/v1/engine/pause", lambda _: pause, late_s=LATE_S)
             return await self._updated(body, source, members)
-        finally:  # agents wait, also where the trainer has gone
+        finally:  # agents wait, also where the trainer has gone, and where a node held on after its time
             with trio.move_on_after(RESUME_S, shield=True):
-                await self.nodes.ask([row for row, _ in held], "POST", "/v1/engine/resume", lambda _: {})
+                await self.nodes.ask(members, "POST", "/v1/engine/resume", lambda _: {})
 
     async def _settled(self, members: Sequence[NodeRow], words: Words) -> Response:
         """The answer to an update that has no files: who did not take it is stale."""
@@ -379,7 +386,7 @@ class WeightNodeRoutes:
         source = source if isinstance(source, dict) else {}
         reached = self._of_group(source, members)
         bodies = await self._bodies(body, source, reached)
-        words = await self.nodes.ask(reached, "POST", "/v1/weights/updates", bodies)
+        words = await self.nodes.ask(reached, "POST", "/v1/weights/updates", bodies, late_s=LATE_S)
         ids = {row.incarnation: answer.json["update_id"] for row, answer in took(words)}
         opened = _Opened(version=str(body.get("version")), kind=str(source.get("kind")), ids=ids)
         if len(ids) < len(reached):
@@ -427,17 +434,16 @@ class WeightNodeRoutes:
         return [each for each in members if each.incarnation in opened.ids]
 
     async def _each(self, opened: _Opened, members: Sequence[NodeRow], end: str, bodies: Bodies) -> Words:
-        """Ask every node of an update for its part of it, each under its own id."""
-        found: dict[int, NodeAnswer] = {}
-
-        async def one(row: NodeRow) -> None:
-            path = f"/v1/weights/updates/{opened.ids[row.incarnation]}/{end}"
-            found[row.incarnation] = await self.nodes.ask_one(row, "POST", path, bodies(row))
-
-        async with trio.open_nursery() as nursery:
-            for row in members:
-                nursery.start_soon(one, row)
-        return [(row, found[row.incarnation]) for row in members]
+        """Ask every node of an update for its part of it, each under its own id. One that hangs is not waited
+        for: the others hold generation meanwhile.
+        """
+        return await self.nodes.ask(
+            members,
+            "POST",
+            lambda row: f"/v1/weights/updates/{opened.ids[row.incarnation]}/{end}",
+            bodies,
+            late_s=LATE_S,
+        )
 
     async def _end(self, opened: _Opened, members: Sequence[NodeRow]) -> None:
         async with trio.open_nursery() as nursery:

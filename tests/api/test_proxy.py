@@ -288,6 +288,24 @@ async def test_where_a_session_is(runs: NodeRow, nodes: tuple[NodeRow, ...], fou
             await others.of_session("s")
 
 
+async def test_first_look_is_waited_for() -> None:
+    """Whoever asks while the first answer of the log is under way is not told that the node is alone."""
+    log: Any = NodesOnly(row("b", 2), (row("b", 2),))
+    found: list[tuple[NodeRow, ...]] = []
+    async with open_others(log, name="a", token=None) as others:
+
+        async def look() -> None:
+            found.append(await others.alive())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            nursery.start_soon(look)
+        log.rows += (row("c", 3),)
+        assert len(await others.alive()) == 1
+        assert len(await others.alive(fresh=True)) == 2
+    assert [len(each) for each in found] == [1, 1]
+
+
 @pytest.mark.parametrize(("url", "name"), [("http://127.0.0.1:9", "nœud"), ("http://[::1", "b"), ("", "b")])
 async def test_row_that_cannot_be_asked(url: str, name: str) -> None:
     """Whatever another node wrote of itself, who asks it goes on."""

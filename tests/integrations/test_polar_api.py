@@ -788,7 +788,7 @@ async def test_events_tell_what_sessions_do(parts: Parts) -> None:
         assert (await reader.next())[1]["status"] == "COMPLETED"
 
 
-async def test_events_outlive_a_log_that_is_away(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_outlive_log_away(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     await parts.client.submit(REQUEST)
     parts.sessions.append(glance("calc-7-0", "run"))
     session, asked = SqliteLog.session, trio.Event()

@@ -108,7 +108,7 @@ def test_latest_versions_read_once(dsn: str) -> None:
     assert any("hashed SubPlan" in str(line) for line in plan), plan
 
 
-def test_what_is_known_is_no_news_of_weights(dsn: str) -> None:
+def test_known_weights_are_no_news(dsn: str) -> None:
     with open_database(dsn, name="x") as db, open_database(dsn, name="listener") as listener:
         listener.execute("LISTEN polarnode")
 
@@ -147,7 +147,7 @@ async def test_older_version_never_counts_again(dsn: str) -> None:
         assert row.holders == (), "rows of holders are kept for what may still be copied"
 
 
-def test_callbacks_of_a_silent_receiver_are_not_read(dsn: str) -> None:
+def test_backlog_of_silent_receiver_unread(dsn: str) -> None:
     """Its backlog may be 100,000 events, and each node looks some times a second for what can be sent."""
     with open_database(dsn, name="x") as db:
         for table, columns, values in (
