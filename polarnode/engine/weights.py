@@ -11,8 +11,9 @@ Weights that a trainer sent from its memory have no files: they count with the f
 """
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
@@ -454,15 +455,18 @@ class Weights:
         return report_of(served, created=True)
 
     async def write_down(self, served: Served) -> None:
-        """Record a version. Raises LogAway where others share the log and it has no row of it: they would
-        never take it. What a node alone has to write is written when its disk answers again.
+        """Record a version, for at most WRITTEN_S. Raises LogAway where a log that others share lacks it."""
+        add, now = self.log.add_weights, self.journal.now()
+        await self.written(partial(add, served.version, plain_of(served), model=self.name, at=now))
+
+    async def written(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write to the log, for at most WRITTEN_S. What a node alone has to write is written when its disk
+        answers again; of what others share they would never hear, so that is LogAway.
         """
         with trio.move_on_after(WRITTEN_S) as patience:
-            await self.log.add_weights(
-                served.version, plain_of(served), model=self.name, at=self.journal.now()
-            )
+            await write()
         if patience.cancelled_caught and self.log.shared:
-            raise LogAway(f"weights {served.version!r} were not in the log within {WRITTEN_S:.0f} s")
+            raise LogAway(f"the log did not take a version of the weights within {WRITTEN_S:.0f} s")
 
     # ── the nodes of the log ──────────────────────────────────────────────────
 

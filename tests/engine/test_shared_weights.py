@@ -323,6 +323,26 @@ async def test_adapters_reach_all(tmp_path: Path, dsn: str, blind: Callable[[Pat
         assert not (tmp_path / "a" / "adapters" / "a").exists()
 
 
+async def test_adapter_deleted_only_with_its_row(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the log does not take the deletion in time the trainer is told, and the adapter is served again."""
+
+    async def change_weights(*_: Any, **__: Any) -> None:
+        await trio.sleep_forever()
+
+    posted = {"name": "a", "version": "1", "source": disk(write_adapter(tmp_path / "adapter"))}
+    async with nodes(tmp_path, dsn, "a", "b", lora_rank=4) as (first, second):
+        assert (await first.node.post("/v1/adapters", posted)).status == 201
+        with monkeypatch.context() as patch:
+            patch.setattr(weights_module, "WRITTEN_S", 0.1)
+            patch.setattr(PostgresLog, "change_weights", change_weights)
+            answer = await first.node.call("DELETE", "/v1/adapters/a")
+            assert (answer.status, answer.json()["error"]["type"]) == (503, "log_away"), answer.text
+        await first.following.look()
+        assert await _adapters(first) == await _adapters(second) == {"a": "1"}
+
+
 async def test_adapter_where_none_are_taken(tmp_path: Path, dsn: str) -> None:
     """A node without `lora_rank` is named at once, and nobody waits for it."""
     folder = write_adapter(tmp_path / "adapter")
