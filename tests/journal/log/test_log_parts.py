@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from journal_samples import make_spec
 from log_kit import NOW, claim, end, join, open_postgres, submit
 from psycopg.types.json import Jsonb
@@ -13,8 +14,8 @@ from polarnode.core.trajectory import Outcome
 from polarnode.groups.group import Facts
 from polarnode.journal.log.endings import task_ending
 from polarnode.journal.log.port import NodeFacts
-from polarnode.journal.log.postgres import callbacks, evaluations, membership, queries, weights
-from polarnode.journal.log.postgres.connection import open_database
+from polarnode.journal.log.postgres import callbacks, evaluations, events, membership, queries, weights
+from polarnode.journal.log.postgres.connection import Database, open_database
 from polarnode.journal.log.rules import gap_of
 
 
@@ -98,6 +99,29 @@ def test_gap_of_each_cursor() -> None:
         gap_of(Cursor(position=11), **here, known=False, lost_after=None),
     ]
     assert [each and each.position for each in found] == [4, 6, 9, 4, 4]
+
+
+async def test_events_deleted_within_a_look(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention deletes between the two statements of a page: its reader is told, and skips nothing unsaid."""
+    real, pruned = events.find_gap, list[int]()
+
+    def find_gap(db: Database, asked: Cursor) -> Any:
+        found = real(db, asked)
+        if not pruned:
+            pruned.append(2)
+            db.execute("SELECT forget_events(2, 0)")
+        return found
+
+    async with open_postgres(dsn, watch=False) as log:
+        node = await join(log)
+        await submit(log, "t")
+        (held,) = await claim(log, node)
+        await log.finish(held, end(held))
+        monkeypatch.setattr(events, "find_gap", find_gap)
+        found = await log.events(Cursor())
+        assert pruned
+        assert found.gap is not None
+        assert (found.gap.position, [each.seq for each in found.page.events]) == (2, [3])
 
 
 def test_latest_versions_read_once(dsn: str) -> None:
