@@ -259,6 +259,7 @@ def test_claim_waits_for_nobody(dsn: str, monkeypatch: pytest.MonkeyPatch) -> No
                 "model": "",
                 "images": [],
                 "serving": Jsonb({}),
+                "avoided": [],
             }
             return len(db.execute(statement.encode(), values).fetchall())
 
