@@ -373,6 +373,7 @@ class Callbacks:
     _trouble: dict[str, str] = field(factory=dict, init=False)
     _wake: trio.Event = field(factory=trio.Event, init=False)
     _looks: int = field(default=0, init=False)
+    _accepted_at: int = field(default=0, init=False)  # the looks before the last event that was accepted
     _found: int = field(default=0, init=False)  # events, by the last look
     _counted: float = field(default=-float("inf"), init=False)
     _taken: int = field(default=0, init=False)
@@ -412,7 +413,8 @@ class Callbacks:
     async def settle(self) -> None:
         """Return when this node has nothing to send now: what is pending rests, or is another node's."""
         begun = self._looks
-        while self._under_way or self._found or self._looks < begun + 2:  # one may have begun before this
+        # one look may have begun before this, or before the event was accepted that the next one waited for
+        while self._under_way or self._found or self._looks < max(begun, self._accepted_at) + 2:
             self._wake.set()
             await trio.sleep(LOOK_S)
 
@@ -525,6 +527,7 @@ class Callbacks:
             self._urls.pop(url, None)
             self._trouble.pop(shown(url), None)
             await self._acknowledge(callback)
+            self._accepted_at = self._looks
         self._under_way[url] -= 1
         self._probed.discard(url)
         if not self._under_way[url]:

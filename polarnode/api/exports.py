@@ -34,6 +34,7 @@ from polarnode.core.errors import ConfigError, PolarnodeError, Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import GREETING, KEEP_ALIVE
 from polarnode.journal.log.news import wait_events
+from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import Log, LogAway, LogGap, LogPage
 from polarnode.journal.values import (
     KEYS_ALONE,
@@ -128,16 +129,18 @@ def encoder_of(query: Query) -> TrajectoryEncoder:
 # ── exports ────────────────────────────────────────────────────────────
 
 
-def export(log: Log, read: Read, query: Query) -> Response:
-    """Yield the body of GET /v1/export in the format that the query names."""
+def export(log: Log, read: Read, query: Query, last: Cursor) -> Response:
+    """Yield the body of GET /v1/export in the format that the query names, up to the event at `last`. While
+    the log is away the body waits, and goes on where it was.
+    """
     if query.kind == "rewards":
-        return _lines(log, _alone(query), KEYS_ALONE)
+        return _lines(log, _alone(query), KEYS_ALONE, last)
     if query.kind == "sft":
-        return _lines(log, _alone(query), SFT)
+        return _lines(log, _alone(query), SFT, last)
     if query.format == PARQUET:
         _check_arrow()
-        return Response(_parquet(log, read, query), content_type="application/vnd.apache.parquet")
-    return _lines(log, check_format(query), encoder_of(query))
+        return Response(_parquet(log, read, query, last), content_type="application/vnd.apache.parquet")
+    return _lines(log, check_format(query), encoder_of(query), last)
 
 
 def _check_arrow() -> None:
@@ -150,8 +153,8 @@ def _check_arrow() -> None:
         ) from error
 
 
-def _lines(log: Log, query: Query, encoder: TrajectoryEncoder) -> Response:
-    return Response(_encoded_lines(log, query, encoder), content_type="application/x-ndjson")
+def _lines(log: Log, query: Query, encoder: TrajectoryEncoder, last: Cursor) -> Response:
+    return Response(_encoded_lines(log, query, encoder, last), content_type="application/x-ndjson")
 
 
 def _alone(query: Query) -> Query:
@@ -160,24 +163,30 @@ def _alone(query: Query) -> Query:
     return query
 
 
-async def _finished(log: Log, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[StoredEvent]:
+async def _finished(
+    log: Log, query: Query, encoder: TrajectoryEncoder, last: Cursor
+) -> AsyncIterator[StoredEvent]:
     """Every trajectory, or reward, that was published before the export began, oldest first."""
-    last = await log.end()
     seen = Cursor(log=last.log)
     filters = evolve(query.filters(), kinds=("reward",) if query.kind == "rewards" else ("trajectory",))
     while seen.position < last.position:
-        found = await log.events(seen, filters=filters, encoder=encoder)
+        look = partial(log.events, seen, filters=filters, encoder=encoder)
+        found = await answered(look, meanwhile="an export waits")
         for event in found.page.events:
             if event.seq <= last.position:
                 yield event
+        if found.page.seen == seen.position:  # it ends before: a standby was promoted that lacks the rest
+            return
         seen = Cursor(position=found.page.seen, log=found.log)
 
 
-async def _encoded_lines(log: Log, query: Query, encoder: TrajectoryEncoder) -> AsyncIterator[bytes]:
+async def _encoded_lines(
+    log: Log, query: Query, encoder: TrajectoryEncoder, last: Cursor
+) -> AsyncIterator[bytes]:
     """One or more lines for each trajectory; none for one that was pruned meanwhile or encodes to nothing. A
     trajectory that cannot be read has a line of its own, except among conversations: the log names it.
     """
-    async for event in _finished(log, query, encoder):
+    async for event in _finished(log, query, encoder, last):
         if event.kind == "unreadable":
             if encoder is not SFT:
                 yield b'{"unreadable":' + event.body + b"}\n"
@@ -196,16 +205,17 @@ def _conversations(trajectory: Trajectory) -> bytes:
 SFT: Final = TrajectoryEncoder(name="sft", encode=_conversations)
 
 
-async def _parquet(log: Log, read: Read, query: Query) -> AsyncIterator[bytes]:
+async def _parquet(log: Log, read: Read, query: Query, last: Cursor) -> AsyncIterator[bytes]:
     """The rows of every session as a Parquet file, sent as it is written. A truncated file has no footer, so
     readers refuse it.
     """
     file = await trio.to_thread.run_sync(ParquetFile)
     waiting: list[ParquetRow] = []
-    async for event in _finished(log, query, KEYS_ALONE):
+    async for event in _finished(log, query, KEYS_ALONE, last):
         if event.kind == "unreadable":
             continue  # the log names it
-        trajectory = await log.trajectory(event.key.partition(":")[2])
+        look = partial(log.trajectory, event.key.partition(":")[2])
+        trajectory = await answered(look, meanwhile="an export waits")
         waiting += () if trajectory is None else rows_of(trajectory, accepted=True, held_out=False)
         if sum(row.tokens for row in waiting) >= GROUP_TOKENS:
             yield await read(partial(file.written, tuple(waiting)))

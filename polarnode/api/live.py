@@ -21,8 +21,9 @@ from polarnode.api.query import read_query
 from polarnode.api.service import Service
 from polarnode.client.requests import query_string
 from polarnode.client.scripts import PAUSES, Block, Decoder
-from polarnode.client.values import ClientError, Unreachable, read_answer
+from polarnode.client.values import read_answer
 from polarnode.core.codec.json import dump_json, plain
+from polarnode.core.errors import PolarnodeError
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionChanges
 from polarnode.http.asgi import GREETING, KEEP_ALIVE, RouteRow, event_response
 from polarnode.journal.log.port import NodeRow
@@ -232,7 +233,7 @@ class LiveBody(AsyncIterator[bytes]):
             began = trio.current_time()
             try:
                 await self._read(row)
-            except (Unreachable, ClientError):
+            except PolarnodeError:  # also an address that is none: one node's row ends no other node
                 self._put(_nothing(row.facts.name))
             if not self.follow:
                 self._over.add(row.incarnation)

@@ -170,8 +170,8 @@ class LogStatus:
 
 @frozen(kw_only=True)
 class NodeStatus:
-    """A node of a shared log. `serving`: its version of the weights by adapter, where "" is the base.
-    `draining`: it takes no new places.
+    """A node of a shared log. `serving`: its version of the weights by adapter, where "" is the base, and
+    "@external" says that its engine is. `draining`: it takes no new places.
     """
 
     name: str

@@ -29,15 +29,15 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.labels import one_model, unmet
 from polarnode.http.asgi import RouteRow, body_json
-from polarnode.http.link import Link, OpenAnswer
+from polarnode.http.link import ANSWER_S, Link, OpenAnswer
 from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeRow
 
 # names the node that a request was passed on to. Whoever else receives it has an address that is another's.
 PASSED_TO: Final = "Polarnode-Passed-To"
 NODES_S: Final = 1.0  # the nodes that are alive are asked for once in so long: a sign of life comes as often
 ALL_S: Final = 10.0  # for one node's word when all are asked: a page waits for the slowest
-# without a byte of an answer that is passed on: a teacher reads millions of tokens in minutes, and the end of
-# a capture waits for its test
+# without a byte of an answer that is passed on and changes something: a teacher reads millions of tokens in
+# minutes, and the end of a capture waits for its test
 SILENCE_S: Final = 1800.0
 # of a caller's headers: the others are of his connection, of his browser, or his own token
 ASKED_WITH: Final = ("accept", "content-type", "content-length", "idempotency-key", "range", "if-none-match")
@@ -87,7 +87,7 @@ class OtherNodes:
     nursery: trio.Nursery
     token: str | None = field(default=None, repr=False)
     _links: dict[int, Link] = field(factory=dict, init=False)  # by incarnation
-    _alive: tuple[NodeRow, ...] = field(default=(), init=False)
+    _alive: tuple[NodeRow, ...] | None = field(default=None, init=False)  # None before the first answer
     _until: float = field(default=float("-inf"), init=False)  # when `_alive` is too old
 
     async def of_session(self, session_id: str) -> NodeRow | None:
@@ -107,21 +107,22 @@ class OtherNodes:
             )
         return again[-1]
 
-    async def alive(self) -> tuple[NodeRow, ...]:
-        """Those that are alive, as of a second ago, or as they were when the log went away."""
+    async def alive(self, *, fresh: bool = False) -> tuple[NodeRow, ...]:
+        """Those that are alive, as of a second ago or now, or as they were when the log went away."""
         now = trio.current_time()
-        if now < self._until:
+        if now < self._until and self._alive is not None and not fresh:
             await trio.lowlevel.checkpoint()
             return self._alive
         self._until = now + NODES_S
         try:
             found = await self.log.nodes()
         except LogAway:
-            return self._alive
+            return self._alive or ()
         self._alive = tuple(each for each in found if each.facts.name != self.name)
         kept = {each.incarnation for each in found}
-        for incarnation in self._links.keys() - kept:
-            await self._links.pop(incarnation).close()
+        gone = [self._links.pop(each) for each in self._links.keys() - kept]
+        for link in gone:  # closing waits, and another caller may look meanwhile
+            await link.close()
         return self._alive
 
     def link(self, row: NodeRow) -> Link:
@@ -141,9 +142,11 @@ class OtherNodes:
         return await self.link(row).call(method, path, body=body, headers=headers, timeout_s=ALL_S)
 
     async def ask_all(
-        self, method: str, path: str, value: Json = None
+        self, method: str, path: str, value: Json = None, *, fresh: bool = False
     ) -> list[tuple[NodeRow, Any | Unreachable | ClientError]]:
-        """Every node's JSON, or its error, in the order of their names."""
+        """Every node's JSON, or its error, in the order of their names; with `fresh` of one too that joined a
+        moment ago.
+        """
         found: dict[int, tuple[NodeRow, Any]] = {}
 
         async def ask(row: NodeRow) -> None:
@@ -153,7 +156,7 @@ class OtherNodes:
                 found[row.incarnation] = row, error
 
         async with trio.open_nursery() as nursery:
-            for row in await self.alive():
+            for row in await self.alive(fresh=fresh):
                 nursery.start_soon(ask, row)
         return sorted(found.values(), key=lambda each: each[0].facts.name)
 
@@ -224,7 +227,7 @@ async def pass_on(
                 path_of_request() if path is None else path,
                 body=sent,
                 headers=headers,
-                silence_s=SILENCE_S,
+                silence_s=ANSWER_S if request.method == "GET" else SILENCE_S,
             )
         )
         stack = opening.pop_all()
@@ -404,13 +407,17 @@ class PassingRoutes:
         return json_response({"logs": logs})
 
     async def _of_all(self, here: Handler) -> Response:
-        """A change of this node, then of all others; who did not make it is named."""
+        """A change of this node, then of all others; who did not make it is named. Of one model's nodes it is
+        a change of their engines (`weight_nodes`).
+        """
+        if "model" in request.args:
+            return await here()
         body = await _sent_body()
         answer = await here()
         if answer.status_code >= 300:
             return answer
         value = read_json(body) if body else None
-        words = await self.others.ask_all("POST", request.path, value)
+        words = await self.others.ask_all("POST", request.path, value, fresh=True)
         wrong = [f"{row.facts.name}: {each}" for row, each in words if isinstance(each, Exception)]
         if not wrong:
             return answer

@@ -245,7 +245,8 @@ class Routes:
 
     async def export(self) -> Response:
         query = read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS)
-        return export(self.service.log, self.service.journal.read, query)
+        log = self.service.log
+        return export(log, self.service.journal.read, query, await log.end())
 
     # ── the node ──────────────────────────────────────────────────────────────
 

@@ -16,21 +16,28 @@ import trio
 from attrs import define, field
 from quart import Response, request
 
-from polarnode.api.proxy import NOT_ANSWERED_WITH, PASSED_TO, Astray, OtherNodes, answer_for
+from polarnode.api.proxy import NOT_ANSWERED_WITH, PASSED_TO, Astray, OtherNodes, answer_for, pass_on
 from polarnode.api.service import json_response
 from polarnode.client.requests import JSON_BODY
 from polarnode.client.values import Unreachable
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, Refused
-from polarnode.engine.weights import Weights
+from polarnode.engine.weights import EXTERNAL, Weights
 from polarnode.http.asgi import RouteRow, body_json_or
 from polarnode.http.link import NodeAnswer
 from polarnode.journal.log.port import NodeRow
 
 UPDATE_S: Final = 1000.0  # without a byte of an answer: a node's own bound of an update is 900 s
+SHOWN_S: Final = (
+    5.0  # that a node may take longer than the first to say what it serves: one that hangs is left
+)
 LATE_S: Final = 60.0  # that a node may take longer than the first to take an update: then it is stale
 RESUME_S: Final = 30.0  # for generation to continue on all nodes: one message to each
+# names the node that passed a request on to one that asks all: who gets it and would do so too has an address
+# that leads back
+PASSED_BY: Final = "Polarnode-Passed-By"
+HOLDS: Final = ("/v1/engine/pause", "/v1/engine/resume")
 OPEN_MOST: Final = 8  # updates of several requests that are remembered: one is open, the rest were left
 
 Handler = Callable[..., Awaitable[Response]]
@@ -137,13 +144,13 @@ class ModelNodes:
         found = [each for each in rows if each.facts.labels.get("model", "") == wanted]
         if not found:
             raise Busy("no node of the log has an engine now", retry_after=2.0)
-        return found[0]
+        return min(found, key=lambda each: EXTERNAL in each.serving)  # those only, where there are no others
 
     async def ask(
         self,
         members: Sequence[NodeRow],
         method: str,
-        path: str,
+        path: str | Callable[[NodeRow], str],
         bodies: Bodies | None = None,
         *,
         late_s: float = UPDATE_S,
@@ -155,7 +162,11 @@ class ModelNodes:
         patience = trio.CancelScope()
 
         async def one(row: NodeRow) -> None:
-            answer = await self.ask_one(row, method, path, None if bodies is None else bodies(row))
+            where, body = (
+                path if isinstance(path, str) else path(row),
+                None if bodies is None else bodies(row),
+            )
+            answer = await self.ask_one(row, method, where, body)
             found[row.incarnation] = answer
             if answer.status < 300:
                 patience.deadline = min(patience.deadline, trio.current_time() + late_s)
@@ -170,7 +181,7 @@ class ModelNodes:
     async def ask_one(
         self, row: NodeRow, method: str, path: str, value: Json = None, *, for_itself: bool = True
     ) -> NodeAnswer:
-        headers = {PASSED_TO: row.facts.name} if for_itself else {}
+        headers = {PASSED_TO: row.facts.name} if for_itself else {PASSED_BY: self.others.name}
         body = None if value is None else dump_json(value)
         if body is not None:
             headers |= JSON_BODY
@@ -182,7 +193,7 @@ class ModelNodes:
             return silent(str(error))
 
     async def ranks(self, members: Sequence[NodeRow]) -> list[int]:
-        words = await self.ask(members, "GET", "/v1/weights")
+        words = await self.ask(members, "GET", "/v1/weights", late_s=SHOWN_S)
         if len(took(words)) < len(words):
             raise Busy("a node does not give its number of GPUs: try again", retry_after=2.0)
         return [int(answer.json["ranks"]) for _, answer in words]
@@ -192,6 +203,13 @@ class ModelNodes:
         row = await self.elsewhere()
         if row is None:
             return None
+        if (by := request.headers.get(PASSED_BY)) is not None:
+            raise Astray(
+                f"node {by!r} passed this request on to {self.others.name!r}, which has no engine for it:"
+                " give each node a url at which it alone is reached"
+            )
+        if request.method == "PUT":  # files, which it takes as they come, and the others have from the log
+            return await pass_on(self.others, row)
         query = request.query_string.decode()
         path = quote(request.path, safe="/:%") + (f"?{query}" if query else "")
         value = await body_json_or(None)
@@ -230,10 +248,12 @@ class WeightNodeRoutes:
             ("DELETE", "/v1/weights/updates/<update_id>"): self._give_up,
             ("POST", "/v1/weights/groups"): self._join,
             ("DELETE", "/v1/weights/groups/<name>"): self._leave,
+            **{("POST", path): self._of_all for path in HOLDS},
             ("POST", "/v1/engine/memory/release"): self._of_all,
             ("POST", "/v1/engine/memory/resume"): self._of_all,
             ("POST", "/v1/adapters"): self._by_log,
             ("GET", "/v1/adapters"): self._by_log,
+            ("PUT", "/v1/adapters/<name>/versions/<version>"): self._by_log,
             ("DELETE", "/v1/adapters/<name>"): self._by_log,
         }
         for method, path, handler in rows:
@@ -242,17 +262,19 @@ class WeightNodeRoutes:
 
     async def _answer(self, ask: Handler, here: Handler, **names: str) -> Response:
         """What was passed on to this node is answered here; else all nodes are asked, if there are more."""
+        if request.path in HOLDS and "model" not in request.args:
+            return await here(**names)  # every node's, of whichever model
         try:
             if self.nodes.others.is_for_us():
                 return await here(**names)
-        except Astray as error:
+            if (answer := await self.nodes.answered_elsewhere()) is not None:
+                return answer
+        except (Astray, Unreachable) as error:
             return answer_for(error)
-        if (answer := await self.nodes.answered_elsewhere()) is not None:
-            return answer
         members = await self.nodes.members()
         if len(members) < 2:
             return await here(**names)
-        if request.method == "GET":
+        if request.method in ("GET", "PUT"):  # a slow upload is no reason for others to wait
             return await ask(here, members, **names)
         async with self._lock:
             return await ask(here, members, **names)
@@ -269,7 +291,7 @@ class WeightNodeRoutes:
         return json_response(joined_state([answer.json for _, answer in words]))
 
     async def _show(self, here: Handler, members: list[NodeRow]) -> Response:
-        words = took(await self.nodes.ask(members, "GET", "/v1/weights"))
+        words = took(await self.nodes.ask(members, "GET", "/v1/weights", late_s=SHOWN_S))
         if not words or words[0][0] is not members[0]:
             return await here()
         return json_response(joined_state([answer.json for _, answer in words]))
@@ -300,15 +322,19 @@ class WeightNodeRoutes:
     async def _at_a_barrier(
         self, body: dict[str, Any], source: Mapping[str, Any], members: list[NodeRow]
     ) -> Response:
-        """No node samples until all have loaded, or are stale."""
+        """No node samples until all have loaded, or are stale. Where the trainer holds generation already,
+        that is left to it.
+        """
+        if self.nodes.weights.status().paused is not None:
+            return await self._updated(body, source, members)
         mode = body.get("mode", "in_place")
         pause: Json = {"mode": "retract" if mode == "drain" else mode}
-        held = took(await self.nodes.ask(members, "POST", "/v1/engine/pause", lambda _: pause))
         try:
+            await self.nodes.ask(members, "POST", "/v1/engine/pause", lambda _: pause, late_s=LATE_S)
             return await self._updated(body, source, members)
-        finally:  # agents wait, also where the trainer has gone
+        finally:  # agents wait, also where the trainer has gone, and where a node held on after its time
             with trio.move_on_after(RESUME_S, shield=True):
-                await self.nodes.ask([row for row, _ in held], "POST", "/v1/engine/resume", lambda _: {})
+                await self.nodes.ask(members, "POST", "/v1/engine/resume", lambda _: {})
 
     async def _settled(self, members: Sequence[NodeRow], words: Words) -> Response:
         """The answer to an update that has no files: who did not take it is stale."""
@@ -360,7 +386,7 @@ class WeightNodeRoutes:
         source = source if isinstance(source, dict) else {}
         reached = self._of_group(source, members)
         bodies = await self._bodies(body, source, reached)
-        words = await self.nodes.ask(reached, "POST", "/v1/weights/updates", bodies)
+        words = await self.nodes.ask(reached, "POST", "/v1/weights/updates", bodies, late_s=LATE_S)
         ids = {row.incarnation: answer.json["update_id"] for row, answer in took(words)}
         opened = _Opened(version=str(body.get("version")), kind=str(source.get("kind")), ids=ids)
         if len(ids) < len(reached):
@@ -408,17 +434,16 @@ class WeightNodeRoutes:
         return [each for each in members if each.incarnation in opened.ids]
 
     async def _each(self, opened: _Opened, members: Sequence[NodeRow], end: str, bodies: Bodies) -> Words:
-        """Ask every node of an update for its part of it, each under its own id."""
-        found: dict[int, NodeAnswer] = {}
-
-        async def one(row: NodeRow) -> None:
-            path = f"/v1/weights/updates/{opened.ids[row.incarnation]}/{end}"
-            found[row.incarnation] = await self.nodes.ask_one(row, "POST", path, bodies(row))
-
-        async with trio.open_nursery() as nursery:
-            for row in members:
-                nursery.start_soon(one, row)
-        return [(row, found[row.incarnation]) for row in members]
+        """Ask every node of an update for its part of it, each under its own id. One that hangs is not waited
+        for: the others hold generation meanwhile.
+        """
+        return await self.nodes.ask(
+            members,
+            "POST",
+            lambda row: f"/v1/weights/updates/{opened.ids[row.incarnation]}/{end}",
+            bodies,
+            late_s=LATE_S,
+        )
 
     async def _end(self, opened: _Opened, members: Sequence[NodeRow]) -> None:
         async with trio.open_nursery() as nursery:

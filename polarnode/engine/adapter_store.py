@@ -27,6 +27,7 @@ from attrs import define, evolve, field
 from polarnode.core.codec.json import read_json
 from polarnode.core.codec.tasks import ADAPTER
 from polarnode.core.errors import (
+    Busy,
     ConfigError,
     Conflict,
     DiskFull,
@@ -47,7 +48,7 @@ from polarnode.engine.checkpoints import (
 )
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import AdapterOrder, DiskSource, Served
-from polarnode.engine.weights import WRITTEN_S, Weights, plain_of, served_of
+from polarnode.engine.weights import Weights, plain_of, served_of
 from polarnode.journal.entries import is_deleted
 from polarnode.journal.log.port import LogAway, LogWeights
 from polarnode.support.bounded import private_opener
@@ -108,6 +109,8 @@ class AdapterStore:
                 )
             except LogAway:
                 raise
+            except Busy as error:  # it is served here, and the others take it when they can
+                report(f"adapters.{name}: {error}")
             except PolarnodeError as error:
                 versions = self.weights.engines.adapters.versions(name)
                 if not versions or not isinstance(error, Conflict):
@@ -146,10 +149,9 @@ class AdapterStore:
             served = self._served.pop(name)
             with trio.CancelScope(shield=True):  # bounded by WRITTEN_S
                 gone = evolve(served, source={**served.source, "deleted": "true"})
-                with trio.move_on_after(WRITTEN_S):
-                    await self.weights.log.change_weights(
-                        served.version, plain_of(gone), model=self.weights.name
-                    )
+                change, model = self.weights.log.change_weights, self.weights.name
+                # where that fails the files are there still, and the next look at the log serves them again
+                await self.weights.written(partial(change, served.version, plain_of(gone), model=model))
                 await trio.to_thread.run_sync(_remove, self.folder / name)
                 await self.weights.tell_serving()
             return evolve(state, loaded=False)

@@ -16,7 +16,7 @@ from typing import Final
 import trio
 from attrs import define, field
 
-from polarnode.core.errors import Conflict, EngineError, Refused
+from polarnode.core.errors import Conflict, EngineError, PolarnodeError, Refused
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weights import Weights, served_of
@@ -66,8 +66,10 @@ class Following:
             await self.weights.tell_serving()
             await self.weights.read_order()
             await self.weights.read_stale()
-        except LogAway:
+        except (PolarnodeError, OSError) as error:  # a full disk, a row of a later release: the node goes on
             self._failed = True
+            if not isinstance(error, LogAway):
+                logger.warning("the versions of the log cannot be followed now: %s", error)
 
     async def _follow_base(self) -> None:
         weights = self.weights

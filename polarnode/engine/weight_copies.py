@@ -9,6 +9,7 @@ costs the bytes of one request, because a file goes on where it ended.
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +21,7 @@ from attrs import frozen
 
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.codec.json import structure
-from polarnode.core.errors import Conflict, Refused
+from polarnode.core.errors import Conflict, DiskFull, Refused
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.weight_values import Served
 from polarnode.http.link import Link
@@ -61,12 +62,13 @@ def list_files(folder: Path) -> tuple[WeightFile, ...]:
 @frozen(kw_only=True)
 class Copies:
     """Takes files from the nodes of `log`, with the token that they share. `folder` is this node's own, for
-    versions of the base.
+    versions of the base. `reserve`: bytes of the disk that are kept free, for the journal is on it too.
     """
 
     log: Membership
     folder: Path
     token: str | None = None
+    reserve: int = 0
 
     async def copy_base(self, row: LogWeights, served: Served) -> Path | None:
         """A folder with the files of a version of the base; None where no node gave them."""
@@ -91,7 +93,7 @@ class Copies:
                 continue
             try:
                 await self._copy_from(node, row.version, folder)
-            except (Unreachable, ClientError, Conflict, Refused, OSError) as error:
+            except (Unreachable, ClientError, Conflict, DiskFull, Refused, OSError) as error:
                 logger.warning(
                     "weights %s were not copied from node %s: %s", row.version, node.facts.name, error
                 )
@@ -108,11 +110,23 @@ class Copies:
             for each in found.files:
                 if not each.name or "/" in each.name or each.name in (".", ".."):
                     raise Refused(f"the node names a file {each.name!r}")
+            await trio.to_thread.run_sync(self._insist_room, found.files, folder)
+            for each in found.files:
                 await _fetch(link, f"{at}&name={quote(each.name, safe='')}", each, folder / each.name)
             named = {each.name for each in found.files}
             for other in await trio.Path(folder).iterdir():
                 if other.name not in named:  # of another node that had other files
                     await other.unlink()
+
+    def _insist_room(self, files: Sequence[WeightFile], folder: Path) -> None:
+        """Raise DiskFull where the rest of the files does not fit. Reads the disk."""
+        there = sum(each.stat().st_size for each in folder.iterdir())
+        missing, free = sum(each.size for each in files) - there, shutil.disk_usage(folder).free
+        if free - missing < self.reserve:
+            raise DiskFull(
+                f"{missing >> 20} MiB of files do not fit: {free >> 20} MiB are free at {folder}, of which"
+                f" {self.reserve >> 20} MiB stay free for the journal"
+            )
 
     def keep_only(self, version: str) -> None:
         """Remove the copies of other versions: a restart needs the last alone. Changes the disk."""

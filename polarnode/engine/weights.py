@@ -11,8 +11,9 @@ Weights that a trainer sent from its memory have no files: they count with the f
 """
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
@@ -41,6 +42,7 @@ from polarnode.engine.weight_values import (
     source_record,
 )
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import RETRY_S, Log, LogAway, LogWeights, NodeRow
 from polarnode.support.concurrency import open_background
 
@@ -191,6 +193,8 @@ ORDERED = 512
 # them twice, and a busy one begins late
 SPREAD_S = 60.0
 LOOK_S = 1.0  # between looks at what the others serve, where nobody tells
+# among what a node serves: its engine is external, and takes no weights from here; no adapter has such a name
+EXTERNAL = "@external"
 
 
 @define(eq=False)
@@ -451,11 +455,18 @@ class Weights:
         return report_of(served, created=True)
 
     async def write_down(self, served: Served) -> None:
-        """Record a version. Raises LogAway where others share the log and it cannot be reached."""
-        with trio.move_on_after(WRITTEN_S):
-            await self.log.add_weights(
-                served.version, plain_of(served), model=self.name, at=self.journal.now()
-            )
+        """Record a version, for at most WRITTEN_S. Raises LogAway where a log that others share lacks it."""
+        add, now = self.log.add_weights, self.journal.now()
+        await self.written(partial(add, served.version, plain_of(served), model=self.name, at=now))
+
+    async def written(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write to the log, for at most WRITTEN_S. What a node alone has to write is written when its disk
+        answers again; of what others share they would never hear, so that is LogAway.
+        """
+        with trio.move_on_after(WRITTEN_S) as patience:
+            await write()
+        if patience.cancelled_caught and self.log.shared:
+            raise LogAway(f"the log did not take a version of the weights within {WRITTEN_S:.0f} s")
 
     # ── the nodes of the log ──────────────────────────────────────────────────
 
@@ -480,13 +491,15 @@ class Weights:
         return await self.log.serve_weights(version, model=self.name, holders=holders)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
-        """The nodes of the log that are alive and serve this node's model, in one order. One without an
-        engine serves none.
+        """The nodes of the log that are alive and take the weights of this node's model, in one order. One
+        without an engine serves none, and nobody waits for one whose engine is its owner's.
         """
         return tuple(
             each
             for each in await self.log.nodes()
-            if each.facts.labels.get("model", "") == self.name and "" in each.serving
+            if each.facts.labels.get("model", "") == self.name
+            and "" in each.serving
+            and EXTERNAL not in each.serving
         )
 
     async def lacking(self, version: str, adapter: str = "") -> tuple[str, ...]:
@@ -537,6 +550,8 @@ class Weights:
         """
         if not self.engines.restarts:
             return {}
+        if not self.engines.is_own:
+            return {EXTERNAL: "", "": self.engines.versions[-1]}
         adapters = {each.name: each.version for each in self.engines.adapters.status()}
         return {**dict.fromkeys(self.unable, ""), **adapters, "": self.engines.versions[-1]}
 
@@ -729,7 +744,7 @@ async def open_weights(
     weights = Weights(
         engines=engines, journal=journal, log=log, model=model, name=name, copies=copies, warning=warning
     )
-    await weights.read_order()
+    await answered(weights.read_order, meanwhile="the node waits to start")
     weights.note_start()
     async with open_background(weights.watch):
         try:

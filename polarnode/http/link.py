@@ -22,7 +22,8 @@ CONNECT_S: Final = 3.0  # a machine that is there answers in milliseconds, also 
 ANSWER_S: Final = 30.0  # without a byte of an answer
 # bytes of an answer that is not streamed: a trajectory with its extras in base64
 MOST_BYTES: Final = 1 << 30
-FAULTS: Final = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
+# UnicodeError: an address or a header that cannot be written
+FAULTS: Final = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError, UnicodeError)
 # connections kept open: the feed, and some requests at once
 KEPT: Final = 8
 

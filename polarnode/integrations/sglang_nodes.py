@@ -68,10 +68,10 @@ class SglangNodes:
         try:
             if self.nodes.others.is_for_us():
                 return await here()
+            if (answer := await self.nodes.answered_elsewhere()) is not None:
+                return answer
         except Astray as error:
             return answer_for(error)
-        if (answer := await self.nodes.answered_elsewhere()) is not None:
-            return answer
         members = await self.nodes.members()
         if len(members) < 2 or request.path not in (*OF_ALL, *INFO):
             return await here()

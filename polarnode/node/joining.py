@@ -1,5 +1,6 @@
 """A node that shares a log: where it listens, its certificate, and the address it gives to other nodes."""
 
+import re
 import socket
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,8 @@ from polarnode.journal.log.postgres.connection import read_dsn
 from polarnode.node.config import NodeConfig
 
 USUAL_NAME: Final = fields(NodeConfig).node_id.default
+# the other nodes write it in a header, and before the names of its logs
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 EVERYWHERE: Final = ("0.0.0.0", "::")
 
 
@@ -26,6 +29,11 @@ def shared_config(config: NodeConfig) -> NodeConfig:
     servers = log_servers(config.log)
     if config.node_id == USUAL_NAME:  # else all nodes of the log had it, and each would replace the last
         config = evolve(config, node_id=socket.gethostname())
+    if not NAME.fullmatch(config.node_id):
+        raise ConfigError(
+            f"node_id {config.node_id!r} names a node of a log: it must be letters, digits, '.', '_' or '-',"
+            " and begin with a letter or digit"
+        )
     if is_loopback(config.host):
         if config.node_url is None and not all(is_loopback(each) for each in servers):
             raise ConfigError(

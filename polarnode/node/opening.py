@@ -239,7 +239,12 @@ async def open_node(
                 following = Following(
                     weights=weights,
                     adapters=adapters,
-                    copies=Copies(log=log, folder=weight_copies(config), token=config.token),
+                    copies=Copies(
+                        log=log,
+                        folder=weight_copies(config),
+                        token=config.token,
+                        reserve=config.disk_reserve_mb << 20,
+                    ),
                     incarnation=lambda: scheduler.incarnation,
                 )
                 # its first round holds the loop for 0.1 s, so the loop is looked at from then on

@@ -28,8 +28,9 @@ from polarnode.core.errors import ConfigError, Refused
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import Claim, NodeFacts, Offer
+from polarnode.journal.log.port import Claim, LeasedCallback, NodeFacts, Offer
 from polarnode.journal.log.sqlite import SqliteLog
+from polarnode.journal.pending_callbacks import CallbackCounts
 from polarnode.journal.values import Retention
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
@@ -512,6 +513,72 @@ async def test_what_is_owed_outlives_the_node(tmp_path: Path) -> None:
             await receiver.until(15)
             await second.settled()
     assert receiver.counts == dict.fromkeys([key for index in range(5) for key in of(f"t{index}")], 1)
+
+
+@define(eq=False)
+class SlowLog:
+    """Two events of one task, of a log whose looks wait for `looks`; it sends them as well."""
+
+    looks: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1))
+    left: list[int] = field(factory=lambda: [1, 2])
+    leased: int = 0
+    arrived: trio.Event = field(factory=trio.Event)
+    sent: trio.Event = field(factory=trio.Event)  # the first one
+    news: int = 0
+    callbacks_pending: bool = True
+
+    async def wait_news(self, seen: int, seconds: float) -> None:
+        await trio.sleep(seconds)
+
+    async def callback_counts(self) -> CallbackCounts:
+        await trio.lowlevel.checkpoint()
+        return CallbackCounts(pending=len(self.left), expired=0)
+
+    async def lease_callbacks(self, limit: int, **_: Any) -> tuple[LeasedCallback, ...]:
+        async with self.looks:
+            if not self.left or self.leased == self.left[0]:
+                return ()
+            self.leased = self.left[0]
+            return (LeasedCallback(position=self.leased, key="", task_id="t", url="http://r", lease=1),)
+
+    async def callback_taken(self, callback: LeasedCallback) -> bool:
+        await trio.lowlevel.checkpoint()
+        self.left.remove(callback.position)
+        return True
+
+    async def send(self, callback: LeasedCallback) -> bool:
+        self.arrived.set()
+        await self.sent.wait()
+        return True
+
+
+async def test_settling_waits_for_what_follows() -> None:
+    """The next event of a task is there once the one before it was accepted, and the look for it may take long."""
+    log: Any = SlowLog()
+    sender, settled = Callbacks(log=log, poster=log), trio.Event()
+
+    async def settle() -> None:
+        await sender.settle()
+        settled.set()
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(_running, sender)
+        await log.arrived.wait()
+        nursery.start_soon(settle)
+        while sender._looks < 9:  # noqa: ASYNC110 - they find nothing: the second event waits for the first
+            await trio.sleep(module.LOOK_S)
+        async with log.looks:
+            log.sent.set()
+            await trio.sleep(9 * module.LOOK_S)
+            assert not settled.is_set()
+        await settled.wait()
+        assert not log.left
+        nursery.cancel_scope.cancel()
+
+
+async def _running(sender: Callbacks, task_status: trio.TaskStatus[None]) -> None:
+    task_status.started()
+    await sender.run(trio.Event())
 
 
 async def test_a_node_that_ends_tells_what_its_last_sessions_owe(

@@ -15,6 +15,7 @@ import h11
 import hollow_node
 import pytest
 import trio
+import trio.testing
 from attrs import define, field
 from control_plane_parts import Answer, Caller
 from fakes_runtime import Call
@@ -24,11 +25,12 @@ from quart import Response
 from tls_kit import Authority
 
 from polarnode.api.app import control_plane
-from polarnode.api.proxy import PASSED_TO, NodeGone, PassingRoutes, open_others
+from polarnode.api.proxy import PASSED_TO, ROSTER_S, NodeGone, PassingRoutes, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Unreachable
 from polarnode.core.errors import Refused
 from polarnode.core.status import SessionChanges
+from polarnode.http.link import Link
 from polarnode.http.server import Address, Certificate, open_server
 from polarnode.journal.log.port import NodeFacts, NodeRow
 from polarnode.node.config import NodeConfig
@@ -285,6 +287,52 @@ async def test_where_a_session_is(runs: NodeRow, nodes: tuple[NodeRow, ...], fou
             return
         with pytest.raises(NodeGone, match="its node is gone; its place runs elsewhere"):
             await others.of_session("s")
+
+
+async def test_first_look_is_waited_for() -> None:
+    """Whoever asks while the first answer of the log is under way is not told that the node is alone."""
+    log: Any = NodesOnly(row("b", 2), (row("b", 2),))
+    found: list[tuple[NodeRow, ...]] = []
+    async with open_others(log, name="a", token=None) as others:
+
+        async def look() -> None:
+            found.append(await others.alive())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            nursery.start_soon(look)
+        log.rows += (row("c", 3),)
+        assert len(await others.alive()) == 1
+        assert len(await others.alive(fresh=True)) == 2
+    assert [len(each) for each in found] == [1, 1]
+
+
+@pytest.mark.parametrize(("url", "name"), [("http://127.0.0.1:9", "nœud"), ("http://[::1", "b"), ("", "b")])
+async def test_row_that_cannot_be_asked(url: str, name: str) -> None:
+    """Whatever another node wrote of itself, who asks it goes on."""
+    log: Any = NodesOnly(row(name, 2, url=url), (row(name, 2, url=url),))
+    async with open_others(log, name="a", token=None) as others:
+        ((_, found),) = await others.ask_all("GET", "/v1/logs")
+        assert isinstance(found, Unreachable)
+
+
+async def test_links_of_lost_nodes_close_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing one waits, and another request looks at the nodes meanwhile."""
+    log: Any = NodesOnly(row("b", 2), (row("b", 2), row("c", 3)))
+    async with open_others(log, name="a", token=None) as others:
+        for each in await others.alive():
+            others.link(each)
+        log.rows = ()
+
+        async def close(_: Link) -> None:
+            await trio.sleep(ROSTER_S + 0.1)
+
+        monkeypatch.setattr(Link, "close", close)
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                others._until = float("-inf")
+                nursery.start_soon(others.alive)
+                await trio.testing.wait_all_tasks_blocked()
 
 
 async def test_silent_and_lost_nodes(tmp_path: Path, cluster: Cluster) -> None:

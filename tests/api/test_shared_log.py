@@ -16,10 +16,14 @@ from journal_samples import make_spec
 from log_kit import claim, end, join, open_postgres
 from postgres_kit import Cluster, running_cluster
 
+from polarnode.api.exports import _encoded_lines
+from polarnode.api.query import Query
 from polarnode.client import PolarnodeClient
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.tasks import task_json
+from polarnode.core.cursors import Cursor
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts
+from polarnode.journal.values import json_encoder
 
 STEP_S = 0.05  # between looks at what comes within a second
 
@@ -209,6 +213,7 @@ async def test_log_away_is_answered_503(tmp_path: Path) -> None:
                 for answer in (
                     await one.post("/v1/tasks", plain(task_json(make_spec()))),
                     await one.get("/v1/tasks"),
+                    await one.get("/v1/export"),
                     await one.get("/v1/trajectories/stream", consumer="c"),
                     await one.post("/v1/trajectories/ack", {"consumer": "c", "seq": 1}),
                 ):
@@ -269,6 +274,12 @@ async def test_failover_names_gap(tmp_path: Path) -> None:
                     assert (await stream.event())["id"] == f"{new}:4"
                 async with one.stream({"Last-Event-ID": f"{old}:5"}, follow="false") as stream:
                     assert (await stream.event())["data"]["gap"]["oldest"] == 4, "and whoever comes again"
+                last = Cursor(position=60, log=old)  # of an export that began before the failover
+                with trio.fail_after(20):
+                    lines = [line async for line in _encoded_lines(log, Query(), json_encoder(), last)]
+                assert len(lines) == 2, "the sessions of a and d"
+                odd = await one.get("/v1/sessions/%00")
+                assert (odd.status, "U+0000" in odd.text) == (400, True), odd.text
 
 
 def wait_replayed(primary: Cluster, standby: Cluster, name: str) -> None:

@@ -22,12 +22,15 @@ from safetensors.numpy import load_file, save
 from trainers_kit import make_turn
 from weights_kit import MODEL, Plane, disk, open_weights_plane, simulated_tiny
 
-from polarnode.api.weight_nodes import payloads_of, rank_offsets
+from polarnode.api.weight_nodes import PASSED_BY, payloads_of, rank_offsets
 from polarnode.engine import weights as weights_module
+from polarnode.engine.adapter_store import AdapterStore
+from polarnode.engine.settings import External
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import Served, in_order
 from polarnode.groups.group import updates_behind
 from polarnode.journal.log.port import Log
+from polarnode.journal.log.postgres.postgres import PostgresLog
 from polarnode.node.config import TINY_MODEL
 
 LABELS = {"model": MODEL}
@@ -192,6 +195,75 @@ async def _warns(plane: Plane, text: str) -> bool:
     return text in ((await plane.told())["warning"] or "")
 
 
+async def test_version_without_row_not_served(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's connection is busy with a body for too long: the others would never hear of the version."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+
+        async def add_weights(*_: Any, **__: Any) -> None:
+            await trio.sleep_forever()
+
+        monkeypatch.setattr(weights_module, "WRITTEN_S", 0.1)
+        monkeypatch.setattr(PostgresLog, "add_weights", add_weights)
+        answer = await first.node.post("/v1/weights", new("7"))
+        assert (answer.status, answer.json()["error"]["type"]) == (503, "log_away"), answer.text
+        assert [each.engines.versions for each in (first, second)] == [("0",)] * 2
+
+
+async def test_nobody_waits_for_external_engine(tmp_path: Path, dsn: str) -> None:
+    """Its weights are its owner's: it holds no files, and a version counts without it."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        second.engines._external = External(urls=("http://127.0.0.1:9",), vocab_size=9, context_length=9)
+        await second.following.look()
+        answer = await first.node.post("/v1/weights", new("7"))
+        assert (answer.status, answer.json()["stale"]) == (201, []), answer.text
+        assert [each.engines.versions[-1] for each in (first, second)] == ["7", "0"]
+        await until(lambda: _is_stale(first, "b"))
+
+
+async def test_copies_leave_disk_room(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        assert (await first.node.post("/v1/weights", new("7"))).status == 201
+        (row,) = await second.log.weights(model=MODEL)
+        copies, folder = second.following.copies, tmp_path / "copied"
+        folder.mkdir()
+        assert not await evolve(copies, reserve=1 << 60).copy(row, folder)
+        assert not [*folder.iterdir()]
+        assert await copies.copy(row, folder)
+
+
+async def test_following_outlives_full_disk(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_room(*_: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        raise OSError("No space left on device")
+
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        monkeypatch.setattr(AdapterStore, "follow", no_room)
+        await second.following.look()
+        assert (await first.node.post("/v1/weights", new("7"))).status == 201
+        assert await serves(second, "7")
+
+
+async def test_settings_adapter_waits_for_nobody(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node starts where another one cannot take the adapter that its settings name."""
+
+    async def no_copy(*_: Any) -> bool:
+        await trio.lowlevel.checkpoint()
+        return False
+
+    monkeypatch.setattr(Copies, "copy", no_copy)
+    folder = write_adapter(tmp_path / "adapter")
+    async with nodes(tmp_path, dsn, "a", "b", lora_rank=4) as (first, _):
+        first.weights.spread_s, said = 0.0, list[str]()
+        await first.adapters.serve_from_start({"a": str(folder)}, said.append)
+        assert "b had no copy" in said[0]
+
+
 async def test_deadline_names_who_lacks_it(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b", "c") as (first, second, third):
         second.weights.released.add("weights")  # its memory is lent to a trainer
@@ -248,7 +320,27 @@ async def test_adapters_reach_all(tmp_path: Path, dsn: str, blind: Callable[[Pat
             await until(lambda: _has_adapters(third, {"a": "1", "b": "2"}))
         assert (await second.node.call("DELETE", "/v1/adapters/a")).status == 200
         await until(lambda: _has_adapters(first, {"b": "2"}))
-        assert not (tmp_path / "a" / "adapters" / "a").exists()
+        await until(lambda: _is_gone(tmp_path / "a" / "adapters" / "a"))  # its files go last
+
+
+async def test_adapter_deleted_only_with_its_row(
+    tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the log does not take the deletion in time the trainer is told, and the adapter is served again."""
+
+    async def change_weights(*_: Any, **__: Any) -> None:
+        await trio.sleep_forever()
+
+    posted = {"name": "a", "version": "1", "source": disk(write_adapter(tmp_path / "adapter"))}
+    async with nodes(tmp_path, dsn, "a", "b", lora_rank=4) as (first, second):
+        assert (await first.node.post("/v1/adapters", posted)).status == 201
+        with monkeypatch.context() as patch:
+            patch.setattr(weights_module, "WRITTEN_S", 0.1)
+            patch.setattr(PostgresLog, "change_weights", change_weights)
+            answer = await first.node.call("DELETE", "/v1/adapters/a")
+            assert (answer.status, answer.json()["error"]["type"]) == (503, "log_away"), answer.text
+        await first.following.look()
+        assert await _adapters(first) == await _adapters(second) == {"a": "1"}
 
 
 async def test_adapter_where_none_are_taken(tmp_path: Path, dsn: str) -> None:
@@ -262,6 +354,10 @@ async def test_adapter_where_none_are_taken(tmp_path: Path, dsn: str) -> None:
         assert not await claim(second.log, second.incarnation, **offered)
         offered = {"labels": LABELS, "serving": first.weights.serving()}
         assert await claim(first.log, first.incarnation, **offered)
+
+
+async def _is_gone(path: Path) -> bool:
+    return not await trio.Path(path).exists()
 
 
 async def _adapters(plane: Plane) -> dict[str, str]:
@@ -340,6 +436,18 @@ async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None
         assert barrier.status == 201, barrier.text
         assert [each.engines.versions[-1] for each in planes] == ["8", "8"]
         assert [each.weights.status().paused for each in planes] == [None] * 2
+        with trio.move_on_after(0.3):  # the trainer goes while one node has not said yet that it holds
+            async with planes[1].weights.alone():
+                await planes[0].node.post("/v1/weights", new("9", switch="barrier"))
+        await until(lambda: _goes_on(planes[0]))
+        await until(lambda: _goes_on(planes[1]))
+        assert (await planes[1].node.post("/v1/engine/pause", {})).status == 200
+        assert (await planes[0].node.post("/v1/weights", new("9", switch="barrier"))).status == 201
+        assert [each.weights.status().paused for each in planes] == ["in_place"] * 2, "as the trainer left it"
+
+
+async def _goes_on(plane: Plane) -> bool:
+    return plane.weights.status().paused is None
 
 
 async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
@@ -360,6 +468,26 @@ async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
         answer = await judge.node.post(f"/v1/weights?model={MODEL}", tensors("2", GOOD))
         assert answer.status == 201, answer.text
         assert [each.engines.versions[-1] for each in (policy, judge)] == ["2", "1"]
+        assert (await policy.node.post("/v1/engine/pause?model=judge", {})).status == 200
+        assert [each.weights.status().paused for each in (policy, judge)] == [None, "in_place"]
+        headers = {PASSED_BY: "b"}
+        back = await policy.node.call("GET", "/v1/weights", params={"model": "judge"}, headers=headers)
+        assert (back.status, back.json()["error"]["type"]) == (502, "astray"), "requests go round"
+
+
+async def test_adapter_put_at_any_node(tmp_path: Path, dsn: str) -> None:
+    folder = write_adapter(tmp_path / "adapter")
+    config = (folder / "adapter_config.json").read_text()
+    body = save(load_file(folder / "adapter_model.safetensors"), {"adapter_config": config})
+    async with (
+        nodes(tmp_path, dsn, "a") as (policy,),
+        nodes(tmp_path, dsn, "b", model="judge", lora_rank=4) as (judge,),
+    ):
+        await until(lambda: _known(policy, 2))
+        path = "/v1/adapters/a/versions/1"
+        put = await policy.node.call("PUT", path, params={"model": "judge"}, body=body)
+        assert put.status == 201, put.text
+        assert [each.version for each in judge.adapters.status().adapters] == ["1"]
 
 
 async def _known(plane: Plane, count: int) -> bool:

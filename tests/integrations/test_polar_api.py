@@ -33,6 +33,8 @@ from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.trainer_sampling import UNCUT
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.port import LogAway
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.support.concurrency import SemaphoreStatistics
 
 REQUEST: dict[str, Any] = {
@@ -784,6 +786,27 @@ async def test_events_tell_what_sessions_do(parts: Parts) -> None:
         await parts.journal.flushed()
         parts.sessions.clear()
         assert (await reader.next())[1]["status"] == "COMPLETED"
+
+
+async def test_events_outlive_log_away(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    await parts.client.submit(REQUEST)
+    parts.sessions.append(glance("calc-7-0", "run"))
+    session, asked = SqliteLog.session, trio.Event()
+
+    async def away_once(log: SqliteLog, session_id: str) -> Any:
+        if asked.is_set():
+            return await session(log, session_id)
+        asked.set()
+        raise LogAway("the log is away")
+
+    async with open_exchange(parts.plane.url, "GET", "/events", {}, {}) as exchange:
+        await exchange.head()
+        reader = Reader(exchange)
+        assert (await reader.next())[1]["sessions"] == 1
+        monkeypatch.setattr(SqliteLog, "session", away_once)
+        parts.sessions.clear()
+        await asked.wait()
+        assert (await reader.next())[1]["session_id"] == "calc-7-0"
 
 
 @define(eq=False)

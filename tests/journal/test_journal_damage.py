@@ -196,8 +196,9 @@ async def test_what_is_too_deep_is_replaced_in_place(opened: Open, depth: int, p
         body = found[3][2]
         assert TOO_DEEP in str(body[part])
         assert len(body["traces"]) == 1
+        log = SqliteLog(journal)
         for query in (Query(), Query(format="slime"), Query(kind="sft")):
-            response: Any = export(SqliteLog(journal), journal.read, query).response
+            response: Any = export(log, journal.read, query, await log.end()).response
             lines = b"".join([part async for part in response]).splitlines()
             assert len(lines) == (0 if query.kind == "sft" else 3)
 

@@ -201,7 +201,8 @@ def closing(session_id: str) -> list[str]:
 async def test_recovered_and_finished_sessions_are_exported(opened: Open, version: int) -> None:
     async with opened(version) as journal:
         recovered = await recover(journal)
-        response: Any = export(SqliteLog(journal), journal.read, Query()).response
+        log = SqliteLog(journal)
+        response: Any = export(log, journal.read, Query(), await log.end()).response
         lines = [orjson.loads(line) for line in [part async for part in response]]
         ends = {"d": "cancelled"}
         assert [(line["session_id"], line["outcome"]["status"]) for line in lines] == [

@@ -79,6 +79,9 @@ def test_shared_nodes_are_named_and_reached(tmp_path: Path) -> None:
         shared_config(plain)
     with pytest.raises(ConfigError, match="must be a DSN"):
         shared_config(evolve(plain, log="no dsn"))
+    for name in ("nœud", "a/b", "a\r\nX: y", ""):
+        with pytest.raises(ConfigError, match=r"node_id .* must be letters"):
+            shared_config(evolve(plain, node_url="http://n:1/", node_id=name))
     named = shared_config(evolve(plain, node_url="http://n:1/"))
     assert named.node_id == socket.gethostname()
     assert named.tls_cert is None

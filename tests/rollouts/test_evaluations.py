@@ -287,6 +287,21 @@ async def test_what_was_accepted_is_finished_by_the_next_run_once(tmp_path: Path
         assert sorted(keys) == sorted(f"reward:{one}:1" for one in sessions)
 
 
+async def test_start_waits_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending, asked = SqliteLog.pending_evaluations, list[int]()
+
+    async def away_once(log: SqliteLog, incarnation: int) -> tuple[EvaluationStatus, ...]:
+        asked.append(incarnation)
+        if len(asked) == 1:
+            raise LogAway("the log is away")
+        return await pending(log, incarnation)
+
+    monkeypatch.setattr(SqliteLog, "pending_evaluations", away_once)
+    async with place(tmp_path) as here:
+        assert here.evaluations.statistics()["open"] == 0
+    assert len(asked) == 2
+
+
 async def test_rollouts_come_first(tmp_path: Path) -> None:
     async with place(tmp_path) as here:
         first = await here.session(evaluator=user("READS"), runtime=KEEPS)

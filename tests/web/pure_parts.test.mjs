@@ -3,8 +3,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 const ui = new URL("../../polarnode/web/ui/", import.meta.url);
-const [{ logLink, readRoute, sessionLink }, { linesWith, visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }, { curve }, { series }, live] = await Promise.all(
-  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle", "curve", "series", "live"].map((name) => import(new URL(`${name}.js`, ui).href)),
+const [{ logLink, readRoute, sessionLink }, { linesWith, visible, visibleText, withoutEscapes }, format, row, colours, { timeline }, { tally }, { trainedShares }, { firstDifference, around, turnAt }, { tree, MOST }, { fileOf, filtered, isBundle }, { curve }, { series }, live, { warnings }] = await Promise.all(
+  ["route", "text", "format", "row", "colours", "timeline", "tally", "minimap", "divergence", "tree", "bundle", "curve", "series", "live", "warnings"].map((name) => import(new URL(`${name}.js`, ui).href)),
 );
 
 const base64 = (array) => Buffer.from(array.buffer).toString("base64");
@@ -253,4 +253,24 @@ test("a series breaks where there is no value and where nothing was sampled", ()
 test("what is left out is said by reason", () => {
   assert.equal(format.leftOut({ left_out: { auxiliary: 1, length: 2 }, left_out_tokens: { auxiliary: 12, length: 1500 } }), "auxiliary 12 in 1 turn, length 1,500 in 2 turns");
   for (const figures of [undefined, {}, { left_out: {} }]) assert.equal(format.leftOut(figures), "");
+});
+
+test("a log that is away and nodes that are stale are said, each thing once", () => {
+  const status = {
+    log: { away: null },
+    weights: { stale: [], warning: "same" },
+    journal: { warning: "same" },
+    scheduler: { stages: { init: { held_back: null } } },
+    engine: { hosts: [{ index: 1, last_error: "x" }] },
+    callbacks: { trouble: {} },
+  };
+  assert.deepEqual(warnings(status), ["same", "engine host 1: x"]);
+  status.log.away = "no route";
+  status.weights.stale = ["b", "c"];
+  const found = warnings(status);
+  assert.match(found[0], /^the log is away \(no route\)/);
+  assert.equal(found[1], "not the current weights, so they take no sessions: b, c");
+  delete status.log; // of an older bundle
+  delete status.weights.stale;
+  assert.equal(warnings(status).length, 2);
 });

@@ -24,6 +24,7 @@ from polarnode.core.status import LiveSessionStatus
 from polarnode.core.trajectory import Turn, sequence
 from polarnode.http.asgi import RouteRow, event_response
 from polarnode.integrations.polar.answers import live_sessions, moment
+from polarnode.journal.log.port import LogAway
 from polarnode.trainers.polar import (
     PHASES,
     answer_json,
@@ -174,7 +175,10 @@ class EventRoutes:
         """Events of sessions that are over, with their outcomes in the journal."""
         ended: list[bytes] = []
         for session_id in [each for each in words if each not in live]:
-            found = await self.service.log.session(session_id)
+            try:
+                found = await self.service.log.session(session_id)
+            except LogAway:
+                break  # the stream stays open, and looks again
             del words[session_id]
             if found is not None:
                 ended.append(self._changed(session_id, found.task_id, outcome_word(found.outcome, "ended")))

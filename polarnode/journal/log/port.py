@@ -454,7 +454,9 @@ class WeightVersions(Protocol):
         """Say that a node has the files of a version."""
 
     async def serve_weights(self, version: str, *, model: str = "", holders: int = 2) -> bool:
-        """Make a version the current one, if enough nodes that are alive have it or it is shared."""
+        """Make a version the current one, if enough nodes that are alive have it or it is shared, and none
+        that was brought later is current.
+        """
 
     async def change_weights(self, version: str, body: Json, *, model: str = "") -> None:
         """Record what else became of a version. One of an adapter that was deleted is not current any

@@ -5,6 +5,7 @@ import { bytes, count, duration, trimmed } from "./format.js";
 import { History } from "./history.js";
 import { Facts, Panel, State, Table, Waiting } from "./parts.js";
 import { useFresh } from "./use.js";
+import { warnings } from "./warnings.js";
 
 const STAGES = ["init", "ready", "run", "post"];
 
@@ -62,14 +63,7 @@ export function Now() {
 
 /** @param {{status: any}} props */
 function Warnings({ status }) {
-  const found = [
-    status.journal.warning,
-    status.weights.warning,
-    ...Object.values(status.scheduler.stages).map((/** @type {any} */ stage) => stage.held_back),
-    ...status.engine.hosts.map((/** @type {any} */ host) => host.last_error && `engine host ${host.index}: ${host.last_error}`),
-    ...Object.entries(status.callbacks.trouble).map(([url, why]) => `callbacks to ${url}: ${why}`),
-  ].filter(Boolean);
-  return [...new Set(found)].map((each) => html`<p class="failure" role="status" key=${each}>${each}</p>`);
+  return warnings(status).map((each) => html`<p class="failure" role="status" key=${each}>${each}</p>`);
 }
 
 /** @param {{name: string, stage: any}} props */

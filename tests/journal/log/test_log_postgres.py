@@ -540,7 +540,7 @@ CONSTANTS: list[tuple[Rule, Any, str, str, str]] = [
         "%(serving)s IS NULL",
     ),
     (_labels_required, places, "CLAIM", "t.requires <@ %(labels)s", "%(labels)s IS NOT NULL"),
-    (_lease_in_order, callbacks, "LEASE", "before.position < c.position", "false"),
+    (_lease_in_order, callbacks, "LEASE", "c.task_id > oldest.task_id", "c.position > oldest.position"),
     (
         _ack_never_back,
         events,

@@ -14,19 +14,34 @@ from polarnode.journal.log.port import LeasedCallback
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.pending_callbacks import CallbackCounts
 
-# the oldest of each task alone: the events of a task are sent in their order
+# The oldest of each task alone: the events of a task are sent in their order. The index is stepped through by
+# URL and by task, so that the backlog of a receiver that is down costs its own tries and no others: each node
+# looks some times a second.
 LEASE: Final = """
-WITH heads AS (
-    SELECT c.position, row_number() OVER (PARTITION BY c.url ORDER BY c.position) AS number
-    FROM callbacks c
-    WHERE c.leased_until < clock_timestamp()
-        AND coalesce((%(rooms)s ->> c.url)::bigint, %(each)s) > 0
-        AND NOT EXISTS (SELECT 1 FROM callbacks before WHERE before.url = c.url AND before.task_id = c.task_id
-            AND before.position < c.position)
+WITH RECURSIVE urls AS (
+    (SELECT url FROM callbacks ORDER BY url LIMIT 1)
+    UNION ALL
+    SELECT (SELECT c.url FROM callbacks c WHERE c.url > urls.url ORDER BY c.url LIMIT 1) FROM urls
+    WHERE url IS NOT NULL
+), wanted AS (
+    SELECT url, room
+    FROM urls CROSS JOIN LATERAL (SELECT coalesce((%(rooms)s ->> url)::bigint, %(each)s) AS room) rooms
+    WHERE room > 0
+), oldest AS (
+    SELECT wanted.*, first.* FROM wanted CROSS JOIN LATERAL (
+        SELECT task_id, position, leased_until FROM callbacks c WHERE c.url = wanted.url
+        ORDER BY task_id, position LIMIT 1) first
+    UNION ALL
+    SELECT oldest.url, oldest.room, next.* FROM oldest CROSS JOIN LATERAL (
+        SELECT task_id, position, leased_until FROM callbacks c
+        WHERE c.url = oldest.url AND c.task_id > oldest.task_id ORDER BY task_id, position LIMIT 1) next
+), heads AS (
+    SELECT position, room, row_number() OVER (PARTITION BY url ORDER BY position) AS number
+    FROM oldest WHERE leased_until < clock_timestamp()
 ), free AS (
     SELECT c.position FROM heads JOIN callbacks c USING (position)
     WHERE c.leased_until < clock_timestamp()  -- again: another node may have leased it meanwhile
-        AND number <= coalesce((%(rooms)s ->> c.url)::bigint, %(each)s)
+        AND number <= room
     ORDER BY c.position LIMIT %(limit)s FOR UPDATE OF c SKIP LOCKED
 )
 UPDATE callbacks SET leased_until = clock_timestamp() + make_interval(secs => %(seconds)s), lease = lease + 1

@@ -16,7 +16,7 @@ import trio
 from attrs import define, field
 from psycopg.rows import dict_row
 
-from polarnode.core.errors import ConfigError
+from polarnode.core.errors import ConfigError, Refused
 from polarnode.journal.log.port import LogAway
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,10 @@ class Connection:
 
     def _failed(self, error: psycopg.Error) -> None:
         """Raise LogAway where the connection or the server failed, and the error itself where a statement
-        did."""
+        did; Refused for text that no column can hold.
+        """
+        if isinstance(error, psycopg.DataError) and error.sqlstate is None:  # before it was sent
+            raise Refused("ids, names and URLs must not contain the character U+0000") from error
         sort = "" if error.sqlstate is None else error.sqlstate[:2]
         # 08 connection, 53 no resources, 57 operator's intervention (shutdown, statement timeout), 58 its
         # disk, 25 a read-only standby or a transaction that was ended; 3D and 28: where it is being set up

@@ -109,6 +109,11 @@ def events(
     }
     query = EVENT + "".join(clauses) + " ORDER BY position LIMIT %(limit)s"
     rows = db.execute(query.encode(), values).fetchall()
+    if after < last and (not rows or rows[0]["position"] > after + 1):
+        # what is missing did not match, or was deleted since the look above, which would be a gap unsaid
+        row = db.execute("SELECT pruned FROM log").fetchone()
+        if row is not None and row["pruned"] > max(after, pruned):
+            return events(db, asked, limit, filters, encoder, recent)
     seen = max(after, last) if len(rows) < limit else rows[-1]["position"]
     found: list[StoredEvent] = []
     size = 0

@@ -30,12 +30,13 @@ def add_weights(db: Database, version: str, body: Json, *, model: str, shared: b
 
 
 def hold_weights(db: Database, version: str, incarnation: int, *, model: str) -> None:
-    db.execute(
+    held = db.execute(
         "INSERT INTO weight_holders SELECT number, %s FROM weights WHERE model = %s AND version = %s"
         " ON CONFLICT DO NOTHING",
         (incarnation, model, version),
     )
-    db.execute(NOTIFY)
+    if held.rowcount:  # who says it again has no news: else the nodes would wake each other for ever
+        db.execute(NOTIFY)
 
 
 def serve_weights(db: Database, version: str, *, model: str, holders: int) -> bool:
@@ -52,8 +53,13 @@ def change_weights(db: Database, version: str, body: Json, *, model: str) -> Non
 
 
 def serving(db: Database, incarnation: int, versions: Mapping[str, str]) -> None:
-    db.execute("UPDATE nodes SET serving = %s WHERE incarnation = %s", (Jsonb(dict(versions)), incarnation))
-    db.execute(NOTIFY)
+    told = db.execute(
+        "UPDATE nodes SET serving = %(serving)s WHERE incarnation = %(incarnation)s"
+        " AND serving IS DISTINCT FROM %(serving)s",
+        {"serving": Jsonb(dict(versions)), "incarnation": incarnation},
+    )
+    if told.rowcount:
+        db.execute(NOTIFY)
 
 
 STALE: Final = (
@@ -71,23 +77,29 @@ def stale_nodes(db: Database) -> tuple[NodeRow, ...]:
 WEIGHTS: Final = """
 SELECT weights.*, ARRAY(SELECT incarnation FROM weight_holders JOIN nodes USING (incarnation)
     WHERE weight_holders.number = weights.number AND nodes.state = 'alive' ORDER BY incarnation) AS holders
-FROM weights WHERE model = %s """
+FROM weights WHERE model = %(model)s """
 
 
 def weights_of(db: Database, version: str, *, model: str) -> LogWeights | None:
-    row = db.execute((WEIGHTS + "AND version = %s").encode(), (model, version)).fetchone()
+    values = {"model": model, "version": version}
+    row = db.execute((WEIGHTS + "AND version = %(version)s").encode(), values).fetchone()
     return None if row is None else _weights(row)
 
 
+# of no column of the query around it, so that it is asked once and not once for each version that ever was
 LATEST: Final = """AND (current OR number IN
-    (SELECT max(number) FROM weights newest WHERE newest.model = weights.model GROUP BY newest.adapter)) """
+    (SELECT max(number) FROM weights newest WHERE newest.model = %(model)s GROUP BY newest.adapter)) """
+
+
+LISTED: Final = "AND (adapter <> '') = %(adapters)s ORDER BY number DESC LIMIT %(limit)s"
 
 
 def weights(
     db: Database, *, model: str, adapters: bool, latest: bool, limit: int | None
 ) -> tuple[LogWeights, ...]:
-    which = f"{WEIGHTS}{LATEST if latest else ''}AND (adapter <> '') = %s ORDER BY number DESC LIMIT %s"
-    return tuple(map(_weights, db.execute(which.encode(), (model, adapters, limit))))
+    query = f"{WEIGHTS}{LATEST if latest else ''}{LISTED}"
+    values = {"model": model, "adapters": adapters, "limit": limit}
+    return tuple(map(_weights, db.execute(query.encode(), values)))
 
 
 def _weights(row: Mapping[str, Any]) -> LogWeights:

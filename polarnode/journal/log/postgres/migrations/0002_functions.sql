@@ -278,6 +278,10 @@ RETURNS boolean LANGUAGE plpgsql AS $$
 DECLARE
     wanted weights;
 BEGIN
+    SELECT * INTO wanted FROM weights WHERE model = p_model AND version = p_version;
+    IF wanted.current THEN
+        RETURN true;  -- each node says so of each version: it is no news
+    END IF;
     LOCK TABLE weights IN SHARE ROW EXCLUSIVE MODE;
     SELECT * INTO wanted FROM weights WHERE model = p_model AND version = p_version;
     IF NOT FOUND OR NOT (wanted.shared OR p_holders <= (
@@ -285,6 +289,14 @@ BEGIN
         WHERE weight_holders.number = wanted.number AND nodes.state = 'alive')) THEN
         RETURN false;
     END IF;
+    -- what was brought before the current one does not come after it, also where it finds its holders later
+    IF EXISTS (SELECT 1 FROM weights
+        WHERE model = p_model AND adapter = wanted.adapter AND current AND number > wanted.number) THEN
+        RETURN false;
+    END IF;
+    DELETE FROM weight_holders USING weights before  -- nobody takes files of a version before the current one
+        WHERE weight_holders.number = before.number AND before.model = p_model
+        AND before.adapter = wanted.adapter AND before.number < wanted.number;
     UPDATE weights SET current = false
         WHERE model = p_model AND adapter = wanted.adapter AND current AND number <> wanted.number;
     UPDATE weights SET current = true, counted = true WHERE number = wanted.number;
