@@ -25,7 +25,7 @@ from quart import Response
 from tls_kit import Authority
 
 from polarnode.api.app import control_plane
-from polarnode.api.proxy import PASSED_TO, ROSTER_S, NodeGone, PassingRoutes, open_others
+from polarnode.api.proxy import NODES_S, PASSED_TO, NodeGone, PassingRoutes, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Unreachable
 from polarnode.core.errors import Refused
@@ -325,7 +325,7 @@ async def test_links_of_lost_nodes_close_once(monkeypatch: pytest.MonkeyPatch) -
         log.rows = ()
 
         async def close(_: Link) -> None:
-            await trio.sleep(ROSTER_S + 0.1)
+            await trio.sleep(NODES_S + 0.1)
 
         monkeypatch.setattr(Link, "close", close)
         async with trio.open_nursery() as nursery:
