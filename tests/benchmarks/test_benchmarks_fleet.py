@@ -41,7 +41,7 @@ def test_lost_and_doubled_places_are_found(script: Any) -> None:
     chaos.tasks["t1"] = 2
     members = [{"session_id": name, "sample_index": index} for index, name in enumerate(("a", "b"))]
     with pytest.raises(AssertionError, match="the group of t1 did not come"):
-        chaos.check()
+        reader.check(chaos.tasks)
     reader.add("group", "group:t1", {"sessions": members})
     for member in members:
         reader.add("trajectory", f"trajectory:{member['session_id']}", {"task_id": "t1", **member})

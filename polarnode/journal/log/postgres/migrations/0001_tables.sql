@@ -177,7 +177,8 @@ CREATE TABLE callbacks (
     leased_until timestamptz NOT NULL DEFAULT '-infinity',
     lease bigint NOT NULL DEFAULT 0
 );
-CREATE INDEX callbacks_by_task ON callbacks (task_id, url, position);
+CREATE INDEX callbacks_by_url ON callbacks (url, task_id, position);  -- who leases steps through it
+CREATE INDEX callbacks_by_task ON callbacks (task_id);                -- who prunes asks for its tasks
 
 -- Scores that are given to sessions that were over.
 CREATE TABLE evaluations (
