@@ -511,7 +511,7 @@ def test_a_fleet_s_page_lists_the_sessions_and_logs_of_all_nodes(tmp_path: Path,
         expect(page.locator(".log.whole")).to_have_text("of node-1\n")
         page.screenshot(path=SHOTS / "fleet-logs-light.png")
         page.goto(f"{url}/ui/#/now")
-        expect(page.locator("main")).to_contain_text("6 sessions are live")
+        expect(page.locator("main")).to_contain_text("6 sessions run on 2 nodes")
         page.screenshot(path=SHOTS / "fleet-now-light.png")
         watched.is_clean(url)
         page.goto("about:blank")
