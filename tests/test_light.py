@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "kits" / "light_program.py"
 ROOMS = ("core", "groups", "trainers", "client", "sources")
 # modules beside the plug-ins that a node serves other projects with
-SERVED = {"sglang.py"}
+SERVED = {"sglang.py", "sglang_nodes.py", "sglang_operations.py"}
 # a plug-in's class extends the trainer's own, or it needs what every trainer has
 OF_TRAINERS = {
     *(

@@ -38,7 +38,7 @@ from polarnode.core.spelling import nearest
 # modules of the packages of `polarnode[node]`
 NODE_MODULES = frozenset(
     {"trio", "hypercorn", "quart", "quart_trio", "podman", "h11", "jinja2", "transformers", "tokenizers"}
-    | {"rich", "cryptography", "prometheus_client", "psycopg", "yaml", "regex"}
+    | {"rich", "cryptography", "prometheus_client", "fsspec", "psycopg", "yaml", "regex"}
 )
 
 
