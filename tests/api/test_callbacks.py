@@ -562,7 +562,7 @@ async def test_settling_waits_for_what_follows() -> None:
         settled.set()
 
     async with trio.open_nursery() as nursery:
-        await nursery.start(_running, sender)
+        nursery.start_soon(sender.run, trio.Event())
         await log.arrived.wait()
         nursery.start_soon(settle)
         while sender._looks < 9:  # noqa: ASYNC110 - they find nothing: the second event waits for the first
@@ -574,11 +574,6 @@ async def test_settling_waits_for_what_follows() -> None:
         await settled.wait()
         assert not log.left
         nursery.cancel_scope.cancel()
-
-
-async def _running(sender: Callbacks, task_status: trio.TaskStatus[None]) -> None:
-    task_status.started()
-    await sender.run(trio.Event())
 
 
 async def test_a_node_that_ends_tells_what_its_last_sessions_owe(
