@@ -24,6 +24,11 @@ class MemoryLog:
 
     shared: ClassVar[bool] = False
     lost: ClassVar[bool] = False
+    least_load: ClassVar[float | None] = None
+
+    def tell_load(self, load: float | None) -> None:
+        """There is nobody to tell."""
+
     turns_of: Callable[[str], Sequence[Turn]] = lambda _: ()
     published: list[Trajectory] = field(factory=list)  # in the order of their events, attempts too
     refuse: list[Exception] = field(factory=list)

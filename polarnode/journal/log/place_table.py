@@ -169,6 +169,8 @@ class PlaceTable:
         for task in self._in_order(offer):
             if len(taken) >= offer.room:
                 break
+            if offer.begun_only and not task.runs:
+                continue
             versions = {name: current[name] for name in ("", task.spec.adapter) if name in current}
             if not task.spec.requires.items() <= offer.labels.items():
                 continue

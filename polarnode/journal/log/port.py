@@ -71,11 +71,12 @@ class Claim:
 class Offer:
     """What a node has room for, but for the places `avoided`, by task and number. `serving` is the version of
     its weights by adapter, where "" is the base: a node whose version is not the current one claims nothing
-    of it.
+    of it. With `begun_only` it takes only places of tasks of which it runs one already.
     """
 
     incarnation: int
     room: int
+    begun_only: bool = False
     labels: Mapping[str, str] = field(factory=dict)
     images: tuple[str, ...] = ()
     serving: Mapping[str, str] = field(factory=dict)
@@ -348,6 +349,15 @@ class Membership(Protocol):
     @property
     def lost(self) -> bool:
         """Whether the incarnation that joined last was declared lost, or replaced by another of its name."""
+
+    @property
+    def least_load(self) -> float | None:
+        """The load of the other node that told the least with its last sign; None where no other node of this
+        one's model begins sessions.
+        """
+
+    def tell_load(self, load: float | None) -> None:
+        """Say with the next sign how full this node is, from 0 to 1; None: it begins no sessions now."""
 
     async def join(self, facts: NodeFacts) -> Joined:
         """Begin an incarnation. Earlier ones of its name are replaced: they hold nothing any more."""

@@ -99,6 +99,10 @@ class SqliteLog:
 
     shared: ClassVar[bool] = False
     lost: ClassVar[bool] = False  # nobody else watches, and a second process of its journal does not start
+    least_load: ClassVar[float | None] = None
+
+    def tell_load(self, load: float | None) -> None:
+        """There is nobody to tell."""
 
     @property
     def open_places(self) -> int:

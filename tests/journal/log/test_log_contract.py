@@ -123,6 +123,16 @@ async def test_claim_in_order(places: Log) -> None:
     assert [each.session_id for each in second] == ["old-1"], "what runs here goes before an older task"
 
 
+async def test_claim_begun_tasks_only(places: Log) -> None:
+    node = await join(places)
+    await submit(places, "a", num_samples=3)
+    assert not await places.claim(Offer(incarnation=node, room=9, begun_only=True))
+    await claim(places, node, 1)
+    await submit(places, "urgent", priority=90)
+    rest = await places.claim(Offer(incarnation=node, room=9, begun_only=True))
+    assert [each.session_id for each in rest] == ["a-1", "a-2"]
+
+
 async def test_claim_prefers_prepared_images(places: Log) -> None:
     node = await join(places)
     await submit(places, "a")

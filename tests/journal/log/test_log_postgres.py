@@ -309,6 +309,7 @@ def test_claim_waits_for_nobody(dsn: str, monkeypatch: pytest.MonkeyPatch) -> No
                 "labels": Jsonb({}),
                 "model": "",
                 "images": [],
+                "begun_only": False,
                 "serving": Jsonb({}),
                 "avoided": [],
             }
@@ -676,6 +677,7 @@ def test_statements_read_no_whole_table(dsn: str) -> None:
     values: dict[str, Any] = {"incarnation": 1, "room": 2, "window": 9, "labels": Jsonb({}), "model": ""}
     values |= {
         "images": [],
+        "begun_only": False,
         "serving": Jsonb({}),
         "avoided": [],
         "upto": 4000,

@@ -54,20 +54,24 @@ def join(db: Database, facts: NodeFacts) -> Joined:
 BEAT: Final = """
 WITH signed AS (
     UPDATE nodes SET sign = sign + 1, signed = clock_timestamp(), report = coalesce(%(report)s, report),
-        reading = coalesce(%(reading)s, reading)
-    WHERE incarnation = %(incarnation)s AND state = 'alive' RETURNING incarnation
+        reading = coalesce(%(reading)s, reading), load = %(load)s
+    WHERE incarnation = %(incarnation)s AND state = 'alive' RETURNING incarnation, labels
 )
 SELECT incarnation, sign, EXISTS (SELECT 1 FROM signed) AS signed,
+    CASE WHEN labels -> 'model' = (SELECT labels -> 'model' FROM signed) THEN load END AS load,
     EXISTS (SELECT 1 FROM callbacks) AS callbacks_pending
 FROM nodes WHERE state = 'alive'"""
 
 
 @frozen(kw_only=True)
 class Beat:
-    """What a node is told when it gives its sign: whether it was taken, and the signs of all."""
+    """What a node is told when it gives its sign: whether it was taken, the signs of all, and the loads of
+    those of its model that begin sessions, its own as it was before.
+    """
 
     signed: bool
     signs: Mapping[int, int]
+    loads: Mapping[int, float]
     callbacks_pending: bool
 
 
@@ -76,17 +80,20 @@ def beat(
     incarnation: int | None,
     report: Mapping[str, Json] | None = None,
     reading: Mapping[str, int] | None = None,
+    load: float | None = None,
 ) -> Beat:
     """Give a sign, if there is an incarnation, and read those of all."""
     values = {
         "incarnation": incarnation,
         "report": None if report is None else Jsonb(dict(report)),
         "reading": None if reading is None else Jsonb(dict(reading)),
+        "load": load,
     }
     rows = db.execute(BEAT, values).fetchall()
     return Beat(
         signed=bool(rows) and rows[0]["signed"],
         signs={row["incarnation"]: row["sign"] for row in rows},
+        loads={row["incarnation"]: row["load"] for row in rows if row["load"] is not None},
         callbacks_pending=bool(rows) and rows[0]["callbacks_pending"],
     )
 

@@ -138,7 +138,7 @@ WITH mine AS (
     SELECT DISTINCT task_id FROM places WHERE state = 'running' AND incarnation = %(incarnation)s
 ), first AS (
     SELECT p.task_id, p.place FROM places p
-    WHERE p.state = 'queued' AND NOT p.spent AND (SELECT {fits} FROM tasks t WHERE t.task_id = p.task_id)
+    WHERE NOT %(begun_only)s AND p.state = 'queued' AND NOT p.spent AND (SELECT {fits} FROM tasks t WHERE t.task_id = p.task_id)
         AND {current}
     ORDER BY p.priority DESC, p.number, p.place LIMIT %(window)s
 ), candidates AS (
@@ -200,6 +200,7 @@ def claim(db: Database, offer: Offer) -> tuple[Claim, ...]:
     values = {
         "incarnation": offer.incarnation,
         "room": offer.room,
+        "begun_only": offer.begun_only,
         "window": WINDOW + offer.room,
         "labels": Jsonb(dict(offer.labels)),
         "model": offer.labels.get("model", ""),

@@ -114,6 +114,8 @@ class PostgresLog:
     incarnation: int | None = field(default=None, init=False)
     shared: ClassVar[bool] = True
     lost: bool = field(default=False, init=False)  # this incarnation was declared lost, or replaced
+    least_load: float | None = field(default=None, init=False)
+    _load: float | None = field(default=None, init=False)
     _watch: SilenceWatch = field(factory=SilenceWatch, init=False)
     _listening: Database | None = field(default=None, init=False)  # which told the server so
     _looked: float = field(default=float("-inf"), init=False)  # when places were counted last
@@ -205,6 +207,9 @@ class PostgresLog:
 
     # ── nodes ─────────────────────────────────────────────────────────────────
 
+    def tell_load(self, load: float | None) -> None:
+        self._load = load
+
     async def join(self, facts: NodeFacts) -> Joined:
         joined = await self._write(membership.join, facts)
         self.incarnation, self.lost = joined.incarnation, False
@@ -219,7 +224,7 @@ class PostgresLog:
         attended, self._attended = self._attended, set()
         reading = dict(self._reading) if attended else None
         try:
-            beat = await self._watcher.run(membership.beat, incarnation, report, reading)
+            beat = await self._watcher.run(membership.beat, incarnation, report, reading, self._load)
             if attended:
                 await self._watcher.run(events.heard, tuple(attended), time.time())
         except LogAway:
@@ -283,6 +288,8 @@ class PostgresLog:
         incarnation, asked, opened = self.incarnation, time.monotonic(), self._watcher.opened
         beat = await self._sign(incarnation, None)
         self.callbacks_pending, self._answered = beat.callbacks_pending, time.monotonic()
+        others = (load for other, load in beat.loads.items() if other != incarnation)
+        self.least_load = min(others, default=None)
         if incarnation is not None and not beat.signed and incarnation == self.incarnation:
             self.lost = True
             self._tell({"places"})

@@ -36,6 +36,7 @@ CREATE TABLE nodes (
     serving jsonb NOT NULL DEFAULT '{}',         -- version by adapter; '' is the base
     report jsonb NOT NULL DEFAULT '{}',          -- figures for people
     reading jsonb NOT NULL DEFAULT '{}',         -- how many streams each consumer has open here
+    load real,                                   -- how full it is, 0 to 1; null: it begins no sessions
     state text NOT NULL DEFAULT 'alive' CHECK (state IN ('alive', 'lost', 'left', 'replaced')),
     sign bigint NOT NULL DEFAULT 0,
     began timestamptz NOT NULL DEFAULT clock_timestamp(),
