@@ -31,8 +31,8 @@ KEPT_BYTES: Final = 256 << 20
 @frozen(kw_only=True)
 class HeldResult:
     """A session that is over, with the claim that it ran by: None for an attempt whose place was another's.
-    `ended` has no parts: they stay on disk until the log is told (`HeldResults.whole`). `answered`: when the log
-    acknowledged it, in seconds since the epoch.
+    `ended` has no parts: they stay on disk until the log is told (`HeldResults.whole`). `answered`: when the
+    log acknowledged it, in seconds since the epoch.
     """
 
     claim: Claim | None
@@ -62,7 +62,7 @@ class HeldResults:
         self.journal.write(Entry(ROW_BYTES, _unanswered))
 
     async def whole(self, ended: Ended) -> Ended:
-        """A result with its trajectory and the turns that this journal has of its session. Raises Unreadable."""
+        """A result with its trajectory and the turns that this journal has. Raises Unreadable."""
         await self.journal.flushed()
         parts = await self.journal.query(_parts, ended.identity.session_id)
         return evolve(ended, parts=parts)

@@ -4,8 +4,8 @@ A session that is over has its result written here in one step, and the log is t
 While the log is away the node goes on, and what it has to say waits; it says each thing again as it was until
 there is an answer, which is the same however often it is asked (`journal/log/port.py`). What a shared log
 may lack is in the node's own journal (`journal/held.py`), so that it outlives the node's process, and a
-standby of the log that knew less than it acknowledged; it is read from there when its turn comes, so that hours
-without the log fill no memory.
+standby of the log that knew less than it acknowledged; it is read from there when its turn comes, so that
+hours without the log fill no memory.
 """
 
 import logging
