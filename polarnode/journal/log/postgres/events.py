@@ -420,9 +420,20 @@ WITH gone AS (
 )
 DELETE FROM weight_holders USING gone WHERE weight_holders.incarnation = gone.incarnation"""
 
+# forget_events deletes an evaluation with the last of its events; one whose sessions were all refused, or
+# became so after their events went, has none. A week: who asked for it looks at it, or sends it
+# again, in hours.
+REFUSED: Final = """
+DELETE FROM evaluations e WHERE submitted < extract(epoch FROM now() - interval '7 days')
+    AND NOT EXISTS (SELECT 1 FROM evaluated WHERE evaluated.evaluation_id = e.evaluation_id
+        AND (position > (SELECT pruned FROM log) OR (n IS NULL AND error IS NULL)))"""
+
 
 def sweep(db: Database) -> None:
-    """Delete bodies that nobody finished, and incarnations that are gone and named by nothing."""
+    """Delete bodies that nobody finished, incarnations that are gone and named by nothing, and evaluations
+    without events.
+    """
     values = {"after": UNFINISHED_S, "upto": SWEPT_S}
     db.execute(UNFINISHED, values)
     db.execute(GONE)
+    db.execute(REFUSED)
