@@ -642,6 +642,17 @@ async def test_refused_evaluations_swept(dsn: str) -> None:
         assert found == ["young", "pending"]
 
 
+async def test_old_versions_swept(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "VERSIONS_KEPT", 2)
+    async with open_postgres(dsn, watch=False) as log:
+        for version in ("v1", "v2", "v3", "v4", "v5"):
+            await log.add_weights(version, {"version": version}, shared=True, at=NOW)
+            if version == "v2":
+                assert await log.serve_weights(version)
+        await log.prune(Retention(), now=NOW)
+        assert [row.version for row in await log.weights()] == ["v5", "v4", "v2"]
+
+
 async def test_incarnation_given_once(dsn: str) -> None:
     """A promoted standby that lacks the last start of a node gives its number to no other."""
     async with open_postgres(dsn, watch=False) as log:
