@@ -31,7 +31,8 @@ KEPT_BYTES: Final = 256 << 20
 @frozen(kw_only=True)
 class HeldResult:
     """A session that is over, with the claim that it ran by: None for an attempt whose place was another's.
-    `ended` has its trajectory alone. `answered`: when the log acknowledged it, in seconds since the epoch.
+    `ended` has no parts: they stay on disk until the log is told (`HeldResults.whole`). `answered`: when the
+    log acknowledged it, in seconds since the epoch.
     """
 
     claim: Claim | None
@@ -48,7 +49,7 @@ class HeldResults:
 
     def hold(self, claim: Claim | None, ended: Ended) -> None:
         """Keep a result. It never waits."""
-        about = dump_json({"claim": _claim_json(claim), "ended": plain(evolve(ended, parts=()))})
+        about = dump_json({"claim": _claim_json(claim), "ended": plain(without_parts(ended))})
         row = (ended.identity.session_id, about, ended.parts[0])
         self.journal.write(Entry(ROW_BYTES + len(about) + len(row[2]), partial(_insert, row=row)))
 
@@ -56,20 +57,29 @@ class HeldResults:
         """The log has it. It is kept on, because a standby may not have it yet."""
         self.journal.write(Entry(ROW_BYTES, partial(_answered, session_id=session_id, at=self.now())))
 
-    async def with_turns(self, ended: Ended) -> Ended:
-        """A result with the turns that this journal has of its session."""
+    def unanswered(self) -> None:
+        """The log that has the name now may have none of them: each is kept until that one has answered."""
+        self.journal.write(Entry(ROW_BYTES, _unanswered))
+
+    async def whole(self, ended: Ended) -> Ended:
+        """A result with its trajectory and the turns that this journal has. Raises Unreadable."""
         await self.journal.flushed()
-        turns = await self.journal.query(packed_turns, ended.identity.session_id)
-        return evolve(ended, parts=(ended.parts[0], *turns))
+        parts = await self.journal.query(_parts, ended.identity.session_id)
+        return evolve(ended, parts=parts)
 
     async def all(self) -> tuple[HeldResult, ...]:
-        """All that is kept, the oldest first."""
+        """All that is kept and can be read, the oldest first."""
         await self.journal.flushed()
         return await self.journal.query(read_results)
 
     def sweep(self) -> None:
         """Delete what was acknowledged long ago, with the turns of its sessions."""
         self.journal.write(Entry(ROW_BYTES, partial(_sweep, before=self.now() - KEPT_S)))
+
+
+def without_parts(ended: Ended) -> Ended:
+    """What is kept in memory of a result: its trajectory may be of 100 MB, and the log away for hours."""
+    return evolve(ended, parts=())
 
 
 # ── entries and reads ─────────────────────────────────────────────────────────
@@ -93,6 +103,10 @@ def _answered(db: sqlite3.Connection, *, session_id: str, at: float) -> None:
     db.execute("UPDATE results SET answered = ? WHERE session_id = ?", (at, session_id))
 
 
+def _unanswered(db: sqlite3.Connection) -> None:
+    db.execute("UPDATE results SET answered = NULL")
+
+
 def packed_turns(db: sqlite3.Connection, session_id: str, *, before: int = MOST_TURNS) -> tuple[bytes, ...]:
     """The turns of a session below `before` that can be read, as they were packed."""
     readable = {turn.index for turn in readable_turns(db, session_id, before=before)[0]}
@@ -100,18 +114,29 @@ def packed_turns(db: sqlite3.Connection, session_id: str, *, before: int = MOST_
     return tuple(body for turn, body in rows if turn in readable)
 
 
+def _parts(db: sqlite3.Connection, session_id: str) -> tuple[bytes, ...]:
+    row = db.execute(
+        "SELECT about, body, checksum FROM results WHERE session_id = ?", (session_id,)
+    ).fetchone()
+    if row is None:
+        raise Unreadable(f"the journal has no result of session {session_id} any more")
+    about, body, expected = row
+    check(expected, session_id, about, body)
+    return (body, *packed_turns(db, session_id))
+
+
 def read_results(db: sqlite3.Connection) -> tuple[HeldResult, ...]:
-    """All results that can be read, the oldest first."""
+    """All results that can be read, the oldest first. One body at a time is in memory."""
     found: list[HeldResult] = []
     rows = db.execute("SELECT session_id, about, body, answered, checksum FROM results ORDER BY rowid")
-    for session_id, about, body, answered, expected in rows.fetchall():
+    for session_id, about, body, answered, expected in rows:
         try:
             check(expected, session_id, about, body)
             with decoding():
                 value = read_json(about)
                 assert isinstance(value, Mapping)
                 claim = None if value["claim"] is None else structure(value["claim"], Claim)
-                ended = evolve(structure(value["ended"], Ended), parts=(body,))
+                ended = structure(value["ended"], Ended)
         except Unreadable as error:
             note(db, Damage(table="results", row=session_id, session_id=session_id, reason=str(error)))
             continue

@@ -3,8 +3,9 @@
 A session that is over has its result written here in one step, and the log is told beside everything else.
 While the log is away the node goes on, and what it has to say waits; it says each thing again as it was until
 there is an answer, which is the same however often it is asked (`journal/log/port.py`). What a shared log
-may lack is also in the node's own journal (`journal/held.py`), so that it outlives the node's process, and a
-standby of the log that knew less than it acknowledged.
+may lack is in the node's own journal (`journal/held.py`), so that it outlives the node's process, and a
+standby of the log that knew less than it acknowledged; it is read from there when its turn comes, so that
+hours without the log fill no memory.
 """
 
 import logging
@@ -18,9 +19,9 @@ import trio
 from attrs import define, evolve, field
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.journal.held import HeldResult, HeldResults
+from polarnode.journal.held import HeldResult, HeldResults, without_parts
 from polarnode.journal.log.patience import answered
-from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log, ended_session
+from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log, LogAway, ended_session
 from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Results:
         ended = ended_session(trajectory, finished=self.now())
         if self.held is not None:
             self.held.hold(self._claims.get(trajectory.session_id), ended)
+            ended = without_parts(ended)
         self._waiting[trajectory.session_id] = ended
         self._note()
 
@@ -75,10 +77,11 @@ class Results:
         ended = ended_session(trajectory, finished=self.now())
         if self.held is not None:  # the place is not its own any more, whenever the log hears of it
             self.held.hold(None, ended)
-        whole = await self._whole(ended)
+            ended = without_parts(ended)
         while True:
             claim = self._claims[session_id]
-            kept = await self.told(partial(self.log.put_back, claim, whole, counts=counts, keep=keep))
+            tell = partial(self.log.put_back, claim, counts=counts, keep=keep)
+            kept = await self._told_whole(ended, tell)
             if kept is not None or self._claims[session_id] is claim:
                 break  # else the node joined again meanwhile, and holds the place by another claim
         self._answered(session_id)
@@ -134,6 +137,7 @@ class Results:
             "the log is %s now, and was %s: recent results are told again", identity, self._identity
         )
         self._identity = identity
+        self.held.unanswered()
         for each in await self.held.all():
             self._take(each)
 
@@ -184,7 +188,7 @@ class Results:
             ended = self._waiting[session_id]
             try:
                 async with limit:
-                    await self._deliver(session_id, await self._whole(ended))
+                    await self._deliver(session_id, ended)
             except Exception:
                 # the isolation edge: one result that cannot be written must not keep back the others
                 logger.exception(
@@ -214,30 +218,43 @@ class Results:
             held.sweep()
             await trio.sleep(SWEEP_S)
 
-    async def _whole(self, ended: Ended) -> Ended:
-        """A result as the log takes it: a shared one has no turns of this node's sessions yet."""
-        return ended if self.held is None else await self.held.with_turns(ended)
+    async def _told_whole(self, ended: Ended, tell: Callable[[Ended], Awaitable[T]]) -> T:
+        """The log's answer to a result as it takes it: a shared one has no turns of this node's sessions yet.
+        Nothing of it is in memory while the log is away.
+        """
+
+        async def ask() -> T:
+            if self.held is None:
+                return await tell(ended)
+            if (away := await self.log.reachable()) is not None:
+                raise LogAway(away)
+            return await tell(await self.held.whole(ended))
+
+        return await self.told(ask)
 
     async def _deliver(self, session_id: str, ended: Ended) -> None:
         while True:
             claim = self._claims.get(session_id)
             if claim is None:
-                await self.told(lambda: self.log.publish(ended, self.incarnation))
+                await self._told_whole(ended, self._publish)
                 return
             answer = await self._finish(claim, ended)
             if answer == "another" and self._claims.get(session_id) is not claim:
                 continue  # the node joined again meanwhile, and holds the place by another claim
             if answer == "another":
                 logger.warning("session %s lost its place and is published as an attempt", session_id)
-                await self.told(lambda: self.log.publish(ended, self.incarnation))
+                await self._told_whole(ended, self._publish)
             elif answer == "unknown":
                 logger.warning("the log has no task %s any more: its result is dropped", claim.task_id)
             else:
                 await self.on_filled(claim, ended, answer)
             return
 
+    async def _publish(self, ended: Ended) -> FinishAnswer:
+        return await self.log.publish(ended, self.incarnation)
+
     async def _finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
-        answer = await self.told(lambda: self.log.finish(claim, ended))
+        answer = await self._told_whole(ended, partial(self.log.finish, claim))
         if answer != "unknown" or self.held is None:
             return answer
         # retention deletes no task so young: the primary that has this log now never had it
@@ -253,7 +270,7 @@ class Results:
                 model=ended.identity.model,
             )
         )
-        return await self.told(lambda: self.log.finish(claim, ended))
+        return await self._told_whole(ended, partial(self.log.finish, claim))
 
     def _answered(self, session_id: str) -> None:
         self._claims.pop(session_id, None)

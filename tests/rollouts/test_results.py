@@ -1,11 +1,14 @@
 """Ends of sessions on their way to a shared log, on a real PostgreSQL: it is away, lost, and the node restarts."""
 
+import gc
+import os
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
-from attrs import define
+from attrs import define, evolve
 from journal_samples import make_identity, make_spec, make_trajectory
 from log_kit import claim, join, keys, open_postgres, submit
 from postgres_kit import Cluster, running_cluster
@@ -72,6 +75,37 @@ async def test_results_wait_for_log(tmp_path: Path) -> None:
                     await here.results.delivered()
             assert here.filled == [f"{held.session_id}: last"]
             assert await log.trajectory(held.session_id) == whole
+
+
+async def test_waiting_results_fill_no_memory(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    """What is in memory of results that wait for the log does not grow with them, of this life or the last."""
+    count, size = 12, 1 << 20  # more than are on their way at once
+
+    def end(here: Here) -> None:
+        for number in range(count):
+            whole = make_trajectory(f"s{number}", task_id="t", turns=0)
+            here.results.publish(evolve(whole, metadata={"text": os.urandom(size // 2).hex()}))
+
+    async def settled(here: Here) -> None:
+        await here.journal.flushed()
+        await trio.sleep(1000)
+        gc.collect()
+        assert here.results.waiting == count
+
+    for life in (end, None):
+        async with node(tmp_path, Away()) as here, open_background(here.results.run):  # type: ignore[arg-type]
+            tracemalloc.start()
+            try:
+                if life is not None:
+                    life(here)
+                else:
+                    for each in await here.results.held.all():  # type: ignore[union-attr]
+                        here.results._take(each)
+                await settled(here)
+                held, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert held < size, f"{held} bytes of {count} results of {size} bytes"
 
 
 async def test_next_life_delivers_results(tmp_path: Path) -> None:

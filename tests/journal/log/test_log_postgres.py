@@ -20,7 +20,7 @@ from psycopg.types.json import Jsonb
 
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, JournalError
-from polarnode.core.task import GroupSpec
+from polarnode.core.task import EvaluationSpec, GroupSpec
 from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.patience import answered
 from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
@@ -623,6 +623,50 @@ async def test_bodies_without_event_swept(dsn: str) -> None:
             await log.prune(Retention(), now=NOW)
             rows = db.execute("SELECT DISTINCT session_id, written_by FROM bodies ORDER BY 1").fetchall()
         assert [tuple(row.values()) for row in rows] == [("t-0", node), ("t-1", node)]
+
+
+async def test_refused_evaluations_swept(dsn: str) -> None:
+    async with open_postgres(dsn, watch=False) as log:
+        node, now = await join(log), time.time()
+        spec = EvaluationSpec(task_id="t")
+        for name, error, age in (("old", "unknown", 8), ("young", "unknown", 6), ("pending", None, 8)):
+            await log.submit_evaluation(
+                spec,
+                {"x": error},
+                evaluation_id=name,
+                idempotency_key=None,
+                incarnation=node,
+                now=now - age * 86400,
+            )
+        await log.prune(Retention(), now=NOW)
+        found = [name for name in ("old", "young", "pending") if await log.evaluation(name) is not None]
+        assert found == ["young", "pending"]
+
+
+async def test_old_versions_swept(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "VERSIONS_KEPT", 2)
+    async with open_postgres(dsn, watch=False) as log:
+        for version in ("v1", "v2", "v3", "v4", "v5"):
+            await log.add_weights(version, {"version": version}, shared=True, at=NOW)
+            if version == "v2":
+                assert await log.serve_weights(version)
+        await log.prune(Retention(), now=NOW)
+        assert [row.version for row in await log.weights()] == ["v5", "v4", "v2"]
+
+
+async def test_incarnation_given_once(dsn: str) -> None:
+    """A promoted standby that lacks the last start of a node gives its number to no other."""
+    async with open_postgres(dsn, watch=False) as log:
+        await log.identity()
+        node = await join(log, "a")
+        with open_database(dsn, name="x") as db:  # as the standby had it
+            db.execute("DELETE FROM nodes")
+            db.execute("SELECT setval(pg_get_serial_sequence('nodes', 'incarnation'), %s, false)", (node,))
+            db.execute("UPDATE log SET restored = restored + 1")
+        other = await join(log, "b")
+        assert other != node
+        assert not await log.sign(node), "it joins again"
+        assert await join(log, "c") == other + 1
 
 
 async def test_retention_runs_by_itself(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:

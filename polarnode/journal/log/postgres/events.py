@@ -420,9 +420,33 @@ WITH gone AS (
 )
 DELETE FROM weight_holders USING gone WHERE weight_holders.incarnation = gone.incarnation"""
 
+# forget_events deletes an evaluation with the last of its events; one whose sessions were all refused, or
+# became so after their events went, has none. A week: who asked for it looks at it, or sends it
+# again, in hours.
+REFUSED: Final = """
+DELETE FROM evaluations e WHERE submitted < extract(epoch FROM now() - interval '7 days')
+    AND NOT EXISTS (SELECT 1 FROM evaluated WHERE evaluated.evaluation_id = e.evaluation_id
+        AND (position > (SELECT pruned FROM log) OR (n IS NULL AND error IS NULL)))"""
+
+# of a model's base, and of its adapters together: more than are read for the staleness of tokens
+VERSIONS_KEPT: Final = 10_000
+# never the current one, nor the last of an adapter: nodes that start ask for them
+OLD_VERSIONS: Final = """
+DELETE FROM weights WHERE number IN (
+    SELECT number FROM (
+        SELECT number, current,
+            row_number() OVER (PARTITION BY model, adapter <> '' ORDER BY number DESC) AS nth,
+            row_number() OVER (PARTITION BY model, adapter ORDER BY number DESC) AS nth_of_name
+        FROM weights) w
+    WHERE nth > %s AND nth_of_name > 1 AND NOT current)"""
+
 
 def sweep(db: Database) -> None:
-    """Delete bodies that nobody finished, and incarnations that are gone and named by nothing."""
+    """Delete bodies that nobody finished, incarnations that are gone and named by nothing, evaluations
+    without events, and versions of weights that were replaced long ago.
+    """
     values = {"after": UNFINISHED_S, "upto": SWEPT_S}
     db.execute(UNFINISHED, values)
     db.execute(GONE)
+    db.execute(REFUSED)
+    db.execute(OLD_VERSIONS, (VERSIONS_KEPT,))

@@ -45,6 +45,7 @@ def join(db: Database, facts: NodeFacts) -> Joined:
         "version": facts.version,
         "labels": Jsonb(dict(facts.labels)),
     }
+    db.execute("SELECT settle_identity()")  # after a failover, numbers go on where no living node has one
     row = db.execute(JOIN, values).fetchone()
     assert row is not None
     return Joined(incarnation=row["incarnation"], inherited=claims(db, row["incarnation"]))

@@ -21,6 +21,13 @@ DECLARE
 BEGIN
     IF NOT EXISTS (SELECT 1 FROM identities WHERE identity = found) THEN
         SELECT position INTO last FROM log FOR UPDATE;
+        -- A node that lives may have an incarnation that this log lost: what it gives now lies far from all that
+        -- the log before could have given, at random, because that one's own jump may be lost too.
+        IF EXISTS (SELECT 1 FROM identities) THEN
+            PERFORM setval(pg_get_serial_sequence('nodes', 'incarnation'),
+                nextval(pg_get_serial_sequence('nodes', 'incarnation'))
+                + 1000000 + floor(random() * 4294967296)::bigint);
+        END IF;
         INSERT INTO identities (identity, after) VALUES (found, last) ON CONFLICT DO NOTHING;
     END IF;
     RETURN found;

@@ -27,7 +27,7 @@ GRANT CREATE ON SCHEMA polarnode TO polarnode_migrator;
 
 GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA polarnode TO polarnode_node;
 REVOKE INSERT, UPDATE, DELETE ON migrations FROM polarnode_node;
-GRANT USAGE ON ALL SEQUENCES IN SCHEMA polarnode TO polarnode_node;
+GRANT USAGE, UPDATE ON ALL SEQUENCES IN SCHEMA polarnode TO polarnode_node;
 GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA polarnode TO polarnode_node;
 
 GRANT SELECT ON migrations, log, identities, places, consumers, marks, weight_holders TO polarnode_reader;
