@@ -79,8 +79,8 @@ ENDINGS_AT_ONCE: Final = 64  # places that are ended without a run, between two 
 # that a node takes no place of a fork that must begin at another one, which is told when it is given back
 AVOIDED_S: Final = 10.0
 LOOK_S: Final = 5.0  # between looks at the log where nothing wakes: a lost notification costs no more
-# A node beside others claims an eighth of its room at a time and pauses: a notification of new places reaches the
-# other nodes within some milliseconds, a busy one within tens, and a node still fills in a second.
+# A node beside others claims an eighth of its room at a time and pauses: a notification of new places reaches
+# the other nodes within some milliseconds, a busy one within tens, and a node still fills in a second.
 SHARES: Final = 8
 SHARE_S: Final = 0.1
 

@@ -490,7 +490,8 @@ async def test_a_killed_node_is_silent_then_gone(tmp_path: Path, cluster: Cluste
         killed.kill()
         await killed.wait()
         silent = await look()
-        assert (silent.status, silent.headers.get("retry-after")) == (503, "5"), silent.text
+        if silent.status != 404:  # on a busy machine its lease may be over before it is asked for
+            assert (silent.status, silent.headers.get("retry-after")) == (503, "5"), silent.text
         gone = await until(look, lambda answer: answer.status == 404)
         assert "its node is gone; its place runs elsewhere" in error(gone)
         live = await a.get("/v1/sessions/live", follow="false")

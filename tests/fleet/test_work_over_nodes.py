@@ -182,22 +182,24 @@ async def test_sessions_spread_over_nodes(dsn: str, tmp_path: Path) -> None:
     """A group begins at one node, which its prompt is in the cache of; what comes next goes to the emptier one,
     whether it comes at once or one by one, and whatever room the node has that was asked.
     """
-    async with hollow_nodes(tmp_path, 2, token="secret", settings={"log": dsn, "run_limit": 32}) as nodes:
-        async with AsyncPolarnodeClient(nodes[0].url, token="secret") as client:
-            await client.submit(hollow_task(samples=4, seconds=8.0, task_id="group"))
-            for number in range(4):
-                await trio.sleep(1.2)  # a node tells its load each second
-                await client.submit(hollow_task(samples=1, seconds=8.0, task_id=f"single-{number}"))
-            await trio.sleep(1.2)
-            for number in range(16):
-                await client.submit(hollow_task(samples=1, seconds=8.0, task_id=f"burst-{number}"))
-            ran = Counter[tuple[str, str | None]]()
-            with trio.fail_after(60):
-                async for group in client.groups():
-                    for each in group.trajectories:
-                        ran[group.task_id.split("-")[0], each.node] += 1
-                    if ran.total() == 24:
-                        break
+    async with (
+        hollow_nodes(tmp_path, 2, token="secret", settings={"log": dsn, "run_limit": 32}) as nodes,
+        AsyncPolarnodeClient(nodes[0].url, token="secret") as client,
+    ):
+        await client.submit(hollow_task(samples=4, seconds=8.0, task_id="group"))
+        for number in range(4):
+            await trio.sleep(1.2)  # a node tells its load each second
+            await client.submit(hollow_task(samples=1, seconds=8.0, task_id=f"single-{number}"))
+        await trio.sleep(1.2)
+        for number in range(16):
+            await client.submit(hollow_task(samples=1, seconds=8.0, task_id=f"burst-{number}"))
+        ran = Counter[tuple[str, str | None]]()
+        with trio.fail_after(60):
+            async for group in client.groups():
+                for each in group.trajectories:
+                    ran[group.task_id.split("-")[0], each.node] += 1
+                if ran.total() == 24:
+                    break
     by_node = {name: {node: count for (task, node), count in ran.items() if task == name} for name, _ in ran}
     assert list(by_node["group"].values()) == [4]
     (first,) = by_node["group"]

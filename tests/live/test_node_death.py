@@ -17,7 +17,7 @@ from attrs import define, field
 from engine_reference import shared_memory_of
 from live_kit import Belongings, ServingNode, belongings, serving, until
 
-from polarnode.client import Event, PolarnodeClient, Unreachable
+from polarnode.client import ClientError, Event, PolarnodeClient, Unreachable
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import open_journal
 from polarnode.support.concurrency import group_members
@@ -49,7 +49,8 @@ class Reader:
                 self.events.append(event)
                 if self.stopped:
                     return
-        except Unreachable:  # its patience ends long after the test, in the middle of another
+        # its patience ends long after the test, in the middle of another, whose node may have the same port
+        except (ClientError, Unreachable):
             if not self.stopped:
                 raise
 

@@ -138,8 +138,8 @@ WITH mine AS (
     SELECT DISTINCT task_id FROM places WHERE state = 'running' AND incarnation = %(incarnation)s
 ), first AS (
     SELECT p.task_id, p.place FROM places p
-    WHERE NOT %(begun_only)s AND p.state = 'queued' AND NOT p.spent AND (SELECT {fits} FROM tasks t WHERE t.task_id = p.task_id)
-        AND {current}
+    WHERE NOT %(begun_only)s AND p.state = 'queued' AND NOT p.spent
+        AND (SELECT {fits} FROM tasks t WHERE t.task_id = p.task_id) AND {current}
     ORDER BY p.priority DESC, p.number, p.place LIMIT %(window)s
 ), candidates AS (
     SELECT task_id, place FROM first
