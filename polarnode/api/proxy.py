@@ -407,7 +407,7 @@ class PassingRoutes:
         return json_response({"logs": logs})
 
     async def _of_all(self, here: Handler) -> Response:
-        """A change of this node, then of all others; who did not make it is named. Of one model's nodes it is
+        """A pause or its end at this node, then in the log, then at all others; who did not do it is named. Of one model's nodes it is
         a change of their engines (`weight_nodes`).
         """
         if "model" in request.args:
@@ -416,6 +416,8 @@ class PassingRoutes:
         answer = await here()
         if answer.status_code >= 300:
             return answer
+        paused = (await _json_of(answer))["paused"]
+        await self.others.log.hold(paused)  # before the others are asked: who joins meanwhile reads it
         value = read_json(body) if body else None
         words = await self.others.ask_all("POST", request.path, value, fresh=True)
         wrong = [f"{row.facts.name}: {each}" for row, each in words if isinstance(each, Exception)]

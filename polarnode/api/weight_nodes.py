@@ -23,6 +23,7 @@ from polarnode.client.values import Unreachable
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, Refused
+from polarnode.core.weights import PauseMode
 from polarnode.engine.weights import EXTERNAL, Weights
 from polarnode.http.asgi import RouteRow, body_json_or
 from polarnode.http.link import NodeAnswer
@@ -192,6 +193,18 @@ class ModelNodes:
         except Unreachable as error:
             return silent(str(error))
 
+    async def hold(self, body: Json, mode: PauseMode | None) -> Words:
+        """Hold generation of the model, or let it go on: first here, then in the log, which whoever joins
+        follows, then on the other nodes.
+        """
+        here = (await self.members())[:1]
+        words = await self.ask(here, "POST", request.path, lambda _: body)
+        if took(words):
+            await self.weights.log.hold(mode, model=self.weights.name)
+            others = (await self.members())[1:]
+            words += await self.ask(others, "POST", request.path, lambda _: body)
+        return words
+
     async def ranks(self, members: Sequence[NodeRow]) -> list[int]:
         words = await self.ask(members, "GET", "/v1/weights", late_s=SHOWN_S)
         if len(took(words)) < len(words):
@@ -248,7 +261,7 @@ class WeightNodeRoutes:
             ("DELETE", "/v1/weights/updates/<update_id>"): self._give_up,
             ("POST", "/v1/weights/groups"): self._join,
             ("DELETE", "/v1/weights/groups/<name>"): self._leave,
-            **{("POST", path): self._of_all for path in HOLDS},
+            **{("POST", path): self._hold for path in HOLDS},
             ("POST", "/v1/engine/memory/release"): self._of_all,
             ("POST", "/v1/engine/memory/resume"): self._of_all,
             ("POST", "/v1/adapters"): self._by_log,
@@ -272,7 +285,7 @@ class WeightNodeRoutes:
         except (Astray, Unreachable) as error:
             return answer_for(error)
         members = await self.nodes.members()
-        if len(members) < 2:
+        if len(members) < (1 if request.path in HOLDS and self.nodes.others.log.shared else 2):
             return await here(**names)
         if request.method in ("GET", "PUT"):  # a slow upload is no reason for others to wait
             return await ask(here, members, **names)
@@ -285,7 +298,14 @@ class WeightNodeRoutes:
 
     async def _of_all(self, here: Handler, members: list[NodeRow]) -> Response:
         body = await body_json_or({})
-        words = await self.nodes.ask(members, "POST", request.path, lambda _: body)
+        return self._joined(await self.nodes.ask(members, "POST", request.path, lambda _: body))
+
+    async def _hold(self, here: Handler, members: list[NodeRow]) -> Response:
+        body = await _object()
+        mode = body.get("mode", "in_place") if request.path == HOLDS[0] else None
+        return self._joined(await self.nodes.hold(body, mode))
+
+    def _joined(self, words: Words) -> Response:
         if len(took(words)) < len(words):
             return passed(worst(words))
         return json_response(joined_state([answer.json for _, answer in words]))

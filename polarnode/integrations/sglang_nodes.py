@@ -73,7 +73,8 @@ class SglangNodes:
         except Astray as error:
             return answer_for(error)
         members = await self.nodes.members()
-        if len(members) < 2 or request.path not in (*OF_ALL, *INFO):
+        fewest = 1 if request.path in (PAUSE, CONTINUE) and self.nodes.others.log.shared else 2
+        if len(members) < fewest or request.path not in (*OF_ALL, *INFO):
             return await here()
         if request.path in INFO:
             return await self._info(members)
@@ -98,7 +99,10 @@ class SglangNodes:
         if path in BUCKETS:
             body = {**body, "weight_version": await self._name(body.get("weight_version"))}
         sent = await self._bodies(path, body, members)
-        words = await self.nodes.ask(members, "POST", path, lambda row: sent.get(row.incarnation, body))
+        if path in (PAUSE, CONTINUE):
+            words = await self.nodes.hold(body, body.get("mode", "retract") if path == PAUSE else None)
+        else:
+            words = await self.nodes.ask(members, "POST", path, lambda row: sent.get(row.incarnation, body))
         await self._note(path, words)
         return passed(worst(words) if len(took(words)) < len(words) else words[0][1])
 

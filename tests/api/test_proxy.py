@@ -213,8 +213,10 @@ async def test_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) ->
         assert (other.status, other.json()["error"]["path"]) == (400, "?model")
         assert (await two.a.post("/v1/engine/pause", {"mode": "retract"})).status == 200
         assert [two.nodes[name].engines.paused for name in "ab"] == ["retract", "retract"]
+        assert await two.nodes["a"].log.held(model="any") == "retract", "for who joins"
         assert (await two.a.post("/v1/engine/resume", None)).status == 200
         assert [two.nodes[name].engines.paused for name in "ab"] == [None, None]
+        assert await two.nodes["a"].log.held(model="any") is None
 
 
 async def test_cancel_and_a_bad_request_reach_it(tmp_path: Path, cluster: Cluster) -> None:

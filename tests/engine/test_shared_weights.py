@@ -446,6 +446,49 @@ async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None
         assert [each.weights.status().paused for each in planes] == ["in_place"] * 2, "as the trainer left it"
 
 
+async def test_who_joins_while_generation_is_held_is_held(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a") as (first,):
+        for pause, resume, held in (
+            ("/v1/engine/pause", "/v1/engine/resume", "retract"),
+            (f"/v1/engine/pause?model={MODEL}", f"/v1/engine/resume?model={MODEL}", "abort"),
+            ("/pause_generation", "/continue_generation", "in_place"),
+        ):
+            assert (await first.node.post(pause, {"mode": held})).status == 200
+            async with nodes(tmp_path, dsn, "b") as (second,):
+                assert second.weights.status().paused == held, pause
+                assert (await second.node.post(resume, {})).status == 200
+                assert [each.weights.status().paused for each in (first, second)] == [None, None], resume
+            async with nodes(tmp_path, dsn, "c") as (third,):
+                assert third.weights.status().paused is None, resume
+
+
+async def test_who_missed_a_request_follows_the_log(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a") as (plane,):
+        await plane.log.hold("in_place", model=MODEL)
+        await until(lambda: _holds(plane))
+        async with plane.weights.alone():
+            plane.weights.released.add("weights")
+            await plane.log.hold(None, model=MODEL)
+        await plane.following.look()
+        assert await _holds(plane), "its memory is lent: nothing could be sampled"
+        plane.weights.released.clear()
+        assert (await plane.node.post("/v1/engine/resume", {})).status == 200
+        await plane.log.hold("in_place")
+        await until(lambda: _holds(plane))
+        await plane.log.hold(None)
+        await until(lambda: _goes_on(plane))
+
+
+async def test_barrier_of_one_request_is_no_hold_of_the_log(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        assert (await first.node.post("/v1/weights", new("1", switch="barrier"))).status == 201
+        assert (await first.log.held(model=MODEL), second.weights.status().paused) == (None, None)
+
+
+async def _holds(plane: Plane) -> bool:
+    return plane.weights.status().paused is not None
+
+
 async def _goes_on(plane: Plane) -> bool:
     return plane.weights.status().paused is None
 

@@ -23,6 +23,7 @@ from polarnode.core.errors import Busy
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory, Turn
+from polarnode.core.weights import PauseMode
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
@@ -475,6 +476,14 @@ class WeightVersions(Protocol):
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         """Say what a node serves, by adapter."""
+
+    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
+        """Say that a trainer holds generation on the nodes of a model, or of all; None: it goes on."""
+
+    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+        """How generation is held on the nodes of a model. It counts for a node that `follows` it already, and
+        for others while a node is alive that was there then. A node alone has nobody to tell.
+        """
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         """Nodes that are alive and do not serve the current version of their model's base, but another."""

@@ -23,6 +23,7 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.core.weights import PauseMode
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.held import KEPT_S
@@ -410,6 +411,12 @@ class PostgresLog:
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         await self._write(weights.serving, incarnation, versions)
+
+    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
+        await self._write(weights.hold, mode, model=model)
+
+    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+        return await self._read(weights.held, model=model, follows=follows)
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         return await self._read(weights.stale_nodes)

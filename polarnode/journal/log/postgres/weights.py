@@ -12,6 +12,7 @@ from psycopg.types.json import Jsonb
 
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json
+from polarnode.core.weights import PauseMode
 from polarnode.journal.entries import adapter_of, is_deleted
 from polarnode.journal.log.port import LogWeights, NodeRow
 from polarnode.journal.log.postgres.connection import Database
@@ -60,6 +61,30 @@ def serving(db: Database, incarnation: int, versions: Mapping[str, str]) -> None
     )
     if told.rowcount:
         db.execute(NOTIFY)
+
+
+HOLD: Final = """
+INSERT INTO holds SELECT %(model)s, %(mode)s, coalesce(max(incarnation), 0) FROM nodes
+ON CONFLICT (model) DO UPDATE SET mode = excluded.mode, among = excluded.among"""
+
+
+def hold(db: Database, mode: PauseMode | None, *, model: str) -> None:
+    if not model:
+        db.execute("DELETE FROM holds")
+    if model or mode is not None:
+        db.execute(HOLD, {"model": model, "mode": mode})
+    db.execute(NOTIFY)
+
+
+HELD: Final = """
+SELECT mode, %(follows)s OR EXISTS (SELECT 1 FROM nodes WHERE state = 'alive' AND incarnation <= among) AS counts
+FROM holds WHERE model IN ('', %(model)s) ORDER BY model = '' LIMIT 1"""
+
+
+def held(db: Database, *, model: str, follows: bool) -> PauseMode | None:
+    row = db.execute(HELD, {"model": model, "follows": follows}).fetchone()
+    mode: PauseMode | None = row["mode"] if row is not None and row["counts"] else None
+    return mode
 
 
 STALE: Final = (
