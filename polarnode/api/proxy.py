@@ -407,8 +407,8 @@ class PassingRoutes:
         return json_response({"logs": logs})
 
     async def _of_all(self, here: Handler) -> Response:
-        """A pause or its end at this node, then in the log, then at all others; who did not do it is named. Of one model's nodes it is
-        a change of their engines (`weight_nodes`).
+        """A pause or its end at this node, then in the log, then at all others; who did not do it is named.
+        Of one model's nodes it is a change of their engines (`weight_nodes`).
         """
         if "model" in request.args:
             return await here()

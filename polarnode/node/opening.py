@@ -240,7 +240,7 @@ async def open_node(
                     config, journal, log, engines, weights, runtimes, images, judges, model, plane, scoring
                 ) as scheduler,
             ):
-                # a trainer that holds generation sees nothing sampled by a node that begins; the rest is followed
+                # a trainer that holds generation sees nothing sampled by a node that begins
                 with suppress(EngineError):  # a host that does not answer begins held
                     await answered(weights.follow_hold, meanwhile="the node waits to start")
                 await recover(journal, scheduler, _facts(config, url, model.name), report)

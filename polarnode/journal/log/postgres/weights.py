@@ -77,7 +77,8 @@ def hold(db: Database, mode: PauseMode | None, *, model: str) -> None:
 
 
 HELD: Final = """
-SELECT mode, %(follows)s OR EXISTS (SELECT 1 FROM nodes WHERE state = 'alive' AND incarnation <= among) AS counts
+SELECT mode,
+    %(follows)s OR EXISTS (SELECT 1 FROM nodes WHERE state = 'alive' AND incarnation <= among) AS counts
 FROM holds WHERE model IN ('', %(model)s) ORDER BY model = '' LIMIT 1"""
 
 
