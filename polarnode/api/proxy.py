@@ -86,7 +86,8 @@ class OtherNodes:
     name: str
     nursery: trio.Nursery
     token: str | None = field(default=None, repr=False)
-    _links: dict[int, Link] = field(factory=dict, init=False)  # by incarnation
+    # by incarnation and certificate
+    _links: dict[tuple[int, str], Link] = field(factory=dict, init=False)
     _alive: tuple[NodeRow, ...] | None = field(default=None, init=False)  # None before the first answer
     _until: float = field(default=float("-inf"), init=False)  # when `_alive` is too old
 
@@ -119,7 +120,7 @@ class OtherNodes:
         except LogAway:
             return self._alive or ()
         self._alive = tuple(each for each in found if each.facts.name != self.name)
-        kept = {each.incarnation for each in found}
+        kept = {(each.incarnation, each.facts.certificate) for each in found}
         gone = [self._links.pop(each) for each in self._links.keys() - kept]
         for link in gone:  # closing waits, and another caller may look meanwhile
             await link.close()
@@ -127,11 +128,11 @@ class OtherNodes:
 
     def link(self, row: NodeRow) -> Link:
         """Requests to a node. Its certificate is pinned where it made it itself."""
-        found = self._links.get(row.incarnation)
+        facts = row.facts
+        found = self._links.get((row.incarnation, facts.certificate))
         if found is None:
-            facts = row.facts
             found = Link(url=facts.url, token=self.token, certificate=facts.certificate)
-            self._links[row.incarnation] = found
+            self._links[row.incarnation, facts.certificate] = found
         return found
 
     async def ask(self, row: NodeRow, method: str, path: str, value: Json = None) -> Any:

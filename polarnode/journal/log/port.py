@@ -363,6 +363,9 @@ class Membership(Protocol):
     async def join(self, facts: NodeFacts) -> Joined:
         """Begin an incarnation. Earlier ones of its name are replaced: they hold nothing any more."""
 
+    async def renew_certificate(self, incarnation: int, certificate: str) -> None:
+        """Say that a node shows another certificate from now on; it goes on under its incarnation."""
+
     async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
         """Give a sign of life. False where the incarnation was declared lost, or replaced."""
 

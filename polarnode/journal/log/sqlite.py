@@ -446,6 +446,9 @@ class SqliteLog:
         self._tell_of_weights()
         await trio.lowlevel.checkpoint()
 
+    async def renew_certificate(self, incarnation: int, certificate: str) -> None:
+        """There is nobody to tell."""
+
     async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
         """There is nobody to tell."""
 

@@ -217,6 +217,9 @@ class PostgresLog:
         self._attended |= set(self._reading)
         return joined
 
+    async def renew_certificate(self, incarnation: int, certificate: str) -> None:
+        await self._write(membership.renew_certificate, incarnation, certificate)
+
     async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
         return (await self._sign(incarnation, report)).signed
 
