@@ -112,5 +112,10 @@ def test_shared_nodes_are_named_and_reached(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         assert url_of(named, listener) == "http://n:1"
         assert url_of(evolve(public, host="127.0.0.1"), listener) == f"https://127.0.0.1:{port}"
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        for here in ("postgresql://127.0.0.1/d", "host=/run/postgresql"):
+            with pytest.raises(ConfigError, match=r"^--host 0\.0\.0\.0: .* give --node-url"):
+                url_of(evolve(public, log=here), listener)
+        assert url_of(evolve(public, log=here, node_url="http://n:1"), listener) == "http://n:1"
     alone = NodeConfig(state_dir=str(tmp_path))
     assert shared_config(alone) == alone
