@@ -5,6 +5,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -425,6 +426,52 @@ async def test_buckets_are_one_update(tmp_path: Path, dsn: str) -> None:
         assert [each.weights.status().updating for each in planes] == [None, None]
 
 
+async def test_each_request_may_go_to_another_node(tmp_path: Path, dsn: str) -> None:
+    """As a load balancer sends them; payloads are in one order, whichever node is asked."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        source: dict[str, Any] = {"kind": "tensor", "buckets": []}
+        for version, payload in (("7", GOOD), ("8", BAD), ("9", None)):
+            begun = await first.node.post("/v1/weights/updates", {"version": version, "source": source})
+            assert begun.status == 201, begun.text
+            path = f"/v1/weights/updates/{begun.json()['update_id']}"
+            if payload is None:
+                assert (await second.node.call("DELETE", path)).status == 200
+            else:
+                for at, each, status in (
+                    (second, GOOD, 200),
+                    (first, payload, 200 if payload == GOOD else 400),
+                ):
+                    added = await at.node.post(f"{path}/buckets", {"payloads": [GOOD, each]})
+                    assert added.status == status, added.text
+            done = await second.node.post(f"{path}/commit", {})
+            assert done.status == (201 if payload == GOOD else 409), done.text
+            if payload == GOOD:
+                assert (await first.node.post(f"{path}/commit", {})).json()["created"] is False
+            assert [each.weights.status().updating for each in (first, second)] == [None, None]
+        assert [each.engines.versions for each in (first, second)] == [("0", "7")] * 2
+        answer = await second.node.post("/v1/weights", tensors("10", GOOD, BAD))
+        assert (answer.status, answer.json()["stale"]) == (201, ["b"]), answer.text
+
+
+async def test_group_is_known_at_every_node(tmp_path: Path, dsn: str) -> None:
+    group = {"name": "g", "address": "127.0.0.1", "port": 29500, "world_size": 3, "rank_offset": 1}
+    update = {"version": "7", "source": {"kind": "distributed", "group": "g", "buckets": []}}
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        joined = await first.node.post("/v1/weights/groups", group)
+        assert joined.status == 201, joined.text
+        begun = await second.node.post("/v1/weights/updates", update)
+        assert begun.status == 201, begun.text
+        path = f"/v1/weights/updates/{begun.json()['update_id']}"
+        bucket = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2, 2]]}
+        added = await first.node.post(f"{path}/buckets", bucket)
+        assert added.status == 200, added.text
+        assert (await second.node.post(f"{path}/commit", {})).status == 201
+        assert [each.engines.versions[-1] for each in (first, second)] == ["7", "7"]
+        assert (await second.node.call("DELETE", "/v1/weights/groups/g")).status == 200
+        left = await first.node.post("/v1/weights/updates", {**update, "version": "8"})
+        assert (left.status, "is not joined by all" in left.text) == (409, True), left.text
+
+
 async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as planes:
         held = await planes[0].node.post("/v1/engine/pause", {"mode": "retract"})
@@ -541,8 +588,10 @@ async def test_sglang_updates_all_under_one_name(tmp_path: Path, dsn: str) -> No
     async with nodes(tmp_path, dsn, "a", "b") as planes:
         trainer = planes[1].node
 
+        turns = cycle(planes)  # each request goes to another node
+
         async def asked(path: str, status: int = 200, **body: Any) -> None:
-            answer = await trainer.post(path, body)
+            answer = await next(turns).node.post(path, body)
             assert answer.status == status, (path, answer.text)
 
         def served() -> list[str]:

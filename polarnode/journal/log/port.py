@@ -241,6 +241,9 @@ class Joined:
 # ── weights and callbacks ─────────────────────────────────────────────────────
 
 
+TransferKind = Literal["update", "group"]  # by its id, or by its name
+
+
 @frozen(kw_only=True)
 class LogWeights:
     """A version of the weights; `adapter` is "" for the base. It counts when `holders` are enough, or when it
@@ -479,6 +482,15 @@ class WeightVersions(Protocol):
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         """Say what a node serves, by adapter."""
+
+    async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
+        """Record who takes part in what a trainer does by several requests, which may come to any node."""
+
+    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        """What was recorded; None where it ended, or was never begun on several nodes."""
+
+    async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
+        """Forget it."""
 
     async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
         """Say that a trainer holds generation on the nodes of a model, or of all; None: it goes on."""

@@ -56,6 +56,7 @@ from polarnode.journal.log.port import (
     NodeFacts,
     NodeRow,
     Offer,
+    TransferKind,
 )
 from polarnode.journal.log.rules import check_names, gap_of
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
@@ -448,6 +449,15 @@ class SqliteLog:
 
     async def renew_certificate(self, incarnation: int, certificate: str) -> None:
         """There is nobody to tell."""
+
+    async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
+        """There is nobody to tell."""
+
+    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        return None
+
+    async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
+        """There is none."""
 
     async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
         """There is nobody to tell."""

@@ -43,6 +43,7 @@ from polarnode.journal.log.port import (
     NodeFacts,
     NodeRow,
     Offer,
+    TransferKind,
 )
 from polarnode.journal.log.postgres import (
     callbacks,
@@ -414,6 +415,15 @@ class PostgresLog:
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         await self._write(weights.serving, incarnation, versions)
+
+    async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
+        await self._write(weights.add_transfer, kind, name, body, model=model)
+
+    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        return await self._read(weights.transfer, kind, name, model=model)
+
+    async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
+        await self._write(weights.end_transfer, kind, name, model=model)
 
     async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
         await self._write(weights.hold, mode, model=model)

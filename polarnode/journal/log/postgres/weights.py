@@ -14,7 +14,7 @@ from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json
 from polarnode.core.weights import PauseMode
 from polarnode.journal.entries import adapter_of, is_deleted
-from polarnode.journal.log.port import LogWeights, NodeRow
+from polarnode.journal.log.port import LogWeights, NodeRow, TransferKind
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.membership import NODES, read_node
 
@@ -61,6 +61,33 @@ def serving(db: Database, incarnation: int, versions: Mapping[str, str]) -> None
     )
     if told.rowcount:
         db.execute(NOTIFY)
+
+
+# of a model that are remembered, of each kind: one is under way, the others were left or are asked for again
+TRANSFERS_MOST: Final = 64
+TRANSFER: Final = """
+INSERT INTO transfers (model, kind, name, body) VALUES (%s, %s, %s, %s)
+ON CONFLICT (model, kind, name) DO UPDATE SET body = excluded.body"""
+OLD_TRANSFERS: Final = """
+DELETE FROM transfers WHERE number IN (SELECT number FROM transfers
+    WHERE model = %s AND kind = %s ORDER BY number DESC OFFSET %s)"""
+
+
+def add_transfer(db: Database, kind: TransferKind, name: str, body: Json, *, model: str) -> None:
+    db.execute(TRANSFER, (model, kind, name, Jsonb(body)))
+    db.execute(OLD_TRANSFERS, (model, kind, TRANSFERS_MOST))
+
+
+def transfer(db: Database, kind: TransferKind, name: str, *, model: str) -> Json:
+    row = db.execute(
+        "SELECT body FROM transfers WHERE model = %s AND kind = %s AND name = %s", (model, kind, name)
+    ).fetchone()
+    body: Json = None if row is None else row["body"]
+    return body
+
+
+def end_transfer(db: Database, kind: TransferKind, name: str, *, model: str) -> None:
+    db.execute("DELETE FROM transfers WHERE model = %s AND kind = %s AND name = %s", (model, kind, name))
 
 
 HOLD: Final = """
