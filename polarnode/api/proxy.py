@@ -86,7 +86,8 @@ class OtherNodes:
     name: str
     nursery: trio.Nursery
     token: str | None = field(default=None, repr=False)
-    _links: dict[int, Link] = field(factory=dict, init=False)  # by incarnation
+    # by incarnation and certificate
+    _links: dict[tuple[int, str], Link] = field(factory=dict, init=False)
     _alive: tuple[NodeRow, ...] | None = field(default=None, init=False)  # None before the first answer
     _until: float = field(default=float("-inf"), init=False)  # when `_alive` is too old
 
@@ -119,7 +120,7 @@ class OtherNodes:
         except LogAway:
             return self._alive or ()
         self._alive = tuple(each for each in found if each.facts.name != self.name)
-        kept = {each.incarnation for each in found}
+        kept = {(each.incarnation, each.facts.certificate) for each in found}
         gone = [self._links.pop(each) for each in self._links.keys() - kept]
         for link in gone:  # closing waits, and another caller may look meanwhile
             await link.close()
@@ -127,11 +128,11 @@ class OtherNodes:
 
     def link(self, row: NodeRow) -> Link:
         """Requests to a node. Its certificate is pinned where it made it itself."""
-        found = self._links.get(row.incarnation)
+        facts = row.facts
+        found = self._links.get((row.incarnation, facts.certificate))
         if found is None:
-            facts = row.facts
             found = Link(url=facts.url, token=self.token, certificate=facts.certificate)
-            self._links[row.incarnation] = found
+            self._links[row.incarnation, facts.certificate] = found
         return found
 
     async def ask(self, row: NodeRow, method: str, path: str, value: Json = None) -> Any:
@@ -407,8 +408,8 @@ class PassingRoutes:
         return json_response({"logs": logs})
 
     async def _of_all(self, here: Handler) -> Response:
-        """A change of this node, then of all others; who did not make it is named. Of one model's nodes it is
-        a change of their engines (`weight_nodes`).
+        """A pause or its end at this node, then in the log, then at all others; who did not do it is named.
+        Of one model's nodes it is a change of their engines (`weight_nodes`).
         """
         if "model" in request.args:
             return await here()
@@ -416,6 +417,8 @@ class PassingRoutes:
         answer = await here()
         if answer.status_code >= 300:
             return answer
+        paused = (await _json_of(answer))["paused"]
+        await self.others.log.hold(paused)  # before the others are asked: who joins meanwhile reads it
         value = read_json(body) if body else None
         words = await self.others.ask_all("POST", request.path, value, fresh=True)
         wrong = [f"{row.facts.name}: {each}" for row, each in words if isinstance(each, Exception)]

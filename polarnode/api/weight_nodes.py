@@ -13,16 +13,17 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import trio
-from attrs import define, field
+from attrs import define, field, frozen
 from quart import Response, request
 
 from polarnode.api.proxy import NOT_ANSWERED_WITH, PASSED_TO, Astray, OtherNodes, answer_for, pass_on
 from polarnode.api.service import json_response
 from polarnode.client.requests import JSON_BODY
 from polarnode.client.values import Unreachable
-from polarnode.core.codec.json import dump_json
+from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, Refused
+from polarnode.core.weights import PauseMode
 from polarnode.engine.weights import EXTERNAL, Weights
 from polarnode.http.asgi import RouteRow, body_json_or
 from polarnode.http.link import NodeAnswer
@@ -38,7 +39,6 @@ RESUME_S: Final = 30.0  # for generation to continue on all nodes: one message t
 # that leads back
 PASSED_BY: Final = "Polarnode-Passed-By"
 HOLDS: Final = ("/v1/engine/pause", "/v1/engine/resume")
-OPEN_MOST: Final = 8  # updates of several requests that are remembered: one is open, the rest were left
 
 Handler = Callable[..., Awaitable[Response]]
 Words = list[tuple[NodeRow, NodeAnswer]]
@@ -72,6 +72,11 @@ def joined_state(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "warning": next((each["warning"] for each in states if each["warning"]), None),
         "ranks": sum(each["ranks"] for each in states),
     }
+
+
+def in_one_order(members: Iterable[NodeRow]) -> list[NodeRow]:
+    """Nodes as a trainer's payloads are for them, whichever node it asks."""
+    return sorted(members, key=lambda each: each.facts.name)
 
 
 def took(words: Words) -> Words:
@@ -192,6 +197,18 @@ class ModelNodes:
         except Unreachable as error:
             return silent(str(error))
 
+    async def hold(self, body: Json, mode: PauseMode | None) -> Words:
+        """Hold generation of the model, or let it go on: first here, then in the log, which whoever joins
+        follows, then on the other nodes.
+        """
+        here = (await self.members())[:1]
+        words = await self.ask(here, "POST", request.path, lambda _: body)
+        if took(words):
+            await self.weights.log.hold(mode, model=self.weights.name)
+            others = (await self.members())[1:]
+            words += await self.ask(others, "POST", request.path, lambda _: body)
+        return words
+
     async def ranks(self, members: Sequence[NodeRow]) -> list[int]:
         words = await self.ask(members, "GET", "/v1/weights", late_s=SHOWN_S)
         if len(took(words)) < len(words):
@@ -219,13 +236,13 @@ class ModelNodes:
 # ── the routes ────────────────────────────────────────────────────────────────
 
 
-@define(eq=False, kw_only=True)
+@frozen(kw_only=True)
 class _Opened:
-    """An update of several requests: each node's own id of it, by incarnation."""
+    """An update of several requests: each node's own id of it, by incarnation, as a JSON object has it."""
 
     version: str
     kind: str
-    ids: dict[int, str]
+    ids: Mapping[str, str]
 
 
 @define(eq=False)
@@ -233,8 +250,6 @@ class WeightNodeRoutes:
     """Routes of weights and engines, answered for all nodes of the model. Changes run one after another."""
 
     nodes: ModelNodes
-    _opened: dict[str, _Opened] = field(factory=dict, init=False)
-    _groups: dict[str, list[int]] = field(factory=dict, init=False)  # incarnations, by group
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
 
     def rows(self, rows: Iterable[RouteRow]) -> Iterator[RouteRow]:
@@ -248,7 +263,7 @@ class WeightNodeRoutes:
             ("DELETE", "/v1/weights/updates/<update_id>"): self._give_up,
             ("POST", "/v1/weights/groups"): self._join,
             ("DELETE", "/v1/weights/groups/<name>"): self._leave,
-            **{("POST", path): self._of_all for path in HOLDS},
+            **{("POST", path): self._hold for path in HOLDS},
             ("POST", "/v1/engine/memory/release"): self._of_all,
             ("POST", "/v1/engine/memory/resume"): self._of_all,
             ("POST", "/v1/adapters"): self._by_log,
@@ -272,7 +287,7 @@ class WeightNodeRoutes:
         except (Astray, Unreachable) as error:
             return answer_for(error)
         members = await self.nodes.members()
-        if len(members) < 2:
+        if len(members) < (1 if request.path in HOLDS and self.nodes.others.log.shared else 2):
             return await here(**names)
         if request.method in ("GET", "PUT"):  # a slow upload is no reason for others to wait
             return await ask(here, members, **names)
@@ -285,7 +300,14 @@ class WeightNodeRoutes:
 
     async def _of_all(self, here: Handler, members: list[NodeRow]) -> Response:
         body = await body_json_or({})
-        words = await self.nodes.ask(members, "POST", request.path, lambda _: body)
+        return self._joined(await self.nodes.ask(members, "POST", request.path, lambda _: body))
+
+    async def _hold(self, here: Handler, members: list[NodeRow]) -> Response:
+        body = await _object()
+        mode = body.get("mode", "in_place") if request.path == HOLDS[0] else None
+        return self._joined(await self.nodes.hold(body, mode))
+
+    def _joined(self, words: Words) -> Response:
         if len(took(words)) < len(words):
             return passed(worst(words))
         return json_response(joined_state([answer.json for _, answer in words]))
@@ -314,7 +336,7 @@ class WeightNodeRoutes:
     ) -> Response:
         if source.get("kind") not in ("tensor", "distributed"):
             return passed(await self.nodes.ask_one(members[0], "POST", "/v1/weights", body))
-        reached = self._of_group(source, members)
+        reached = await self._of_group(source, members)
         bodies = await self._bodies(body, source, reached)
         words = await self.nodes.ask(reached, "POST", "/v1/weights", bodies, late_s=LATE_S)
         return await self._settled(members, words)
@@ -346,19 +368,20 @@ class WeightNodeRoutes:
         report = report_of_all(served, stale)
         return json_response(report, 201 if report["created"] else 200)
 
-    def _of_group(self, source: Mapping[str, Any], members: list[NodeRow]) -> list[NodeRow]:
+    async def _of_group(self, source: Mapping[str, Any], members: list[NodeRow]) -> list[NodeRow]:
         """The nodes that receive: all, or those of the process group, which must all be there."""
         if source.get("kind") != "distributed":
-            return members
+            return in_one_order(members)
         name = str(source.get("group", "weights"))
-        joined = self._groups.get(name, [])
+        log, model = self.nodes.weights.log, self.nodes.weights.name
+        joined = structure(await log.transfer("group", name, model=model) or [], tuple[int, ...])
         found = [each for each in members if each.incarnation in joined]
         if not joined or len(found) < len(joined):
             raise Conflict(
                 f"group {name!r} is not joined by all its nodes any more: leave it (DELETE"
-                f" /v1/weights/groups/{name}) and join again, at this node"
+                f" /v1/weights/groups/{name}) and join again"
             )
-        return found
+        return in_one_order(found)
 
     async def _bodies(
         self, body: dict[str, Any], source: Mapping[str, Any], members: Sequence[NodeRow]
@@ -384,23 +407,21 @@ class WeightNodeRoutes:
         body = await _object()
         source = body.get("source")
         source = source if isinstance(source, dict) else {}
-        reached = self._of_group(source, members)
+        reached = await self._of_group(source, members)
         bodies = await self._bodies(body, source, reached)
         words = await self.nodes.ask(reached, "POST", "/v1/weights/updates", bodies, late_s=LATE_S)
-        ids = {row.incarnation: answer.json["update_id"] for row, answer in took(words)}
+        ids = {str(row.incarnation): answer.json["update_id"] for row, answer in took(words)}
         opened = _Opened(version=str(body.get("version")), kind=str(source.get("kind")), ids=ids)
         if len(ids) < len(reached):
             await self._end(opened, members)
             return passed(worst(words))
-        update_id = uuid4().hex
-        while len(self._opened) >= OPEN_MOST:
-            self._opened.pop(next(iter(self._opened)))
-        self._opened[update_id] = opened
+        update_id, weights = uuid4().hex, self.nodes.weights
+        await weights.log.add_transfer("update", update_id, plain(opened), model=weights.name)
         return json_response({**words[0][1].json, "update_id": update_id}, 201)
 
     async def _add(self, here: Handler, members: list[NodeRow], update_id: str) -> Response:
         """A bucket that one node refuses ends the update on all."""
-        opened = self._opened.get(update_id)
+        opened = await self._opened(update_id)
         if opened is None:
             return await here(update_id=update_id)
         body, reached = await _object(), self._members(opened, members)
@@ -411,27 +432,38 @@ class WeightNodeRoutes:
                 parts[row.incarnation] = {**body, "payloads": list[Json](mine)}
         words = await self._each(opened, reached, "buckets", lambda row: parts.get(row.incarnation, body))
         if len(took(words)) < len(opened.ids):
+            await self._forget(update_id)
             await self._end(opened, members)
-            self._opened.pop(update_id, None)
             return passed(worst(words))
         return json_response({**words[0][1].json, "update_id": update_id})
 
     async def _commit(self, here: Handler, members: list[NodeRow], update_id: str) -> Response:
-        opened = self._opened.get(update_id)
+        opened = await self._opened(update_id)
         if opened is None:
             return await here(update_id=update_id)
         reached = self._members(opened, members)
         return await self._settled(members, await self._each(opened, reached, "commit", lambda _: {}))
 
     async def _give_up(self, here: Handler, members: list[NodeRow], update_id: str) -> Response:
-        opened = self._opened.pop(update_id, None)
+        opened = await self._opened(update_id)
         if opened is None:
             return await here(update_id=update_id)
+        await self._forget(update_id)
         await self._end(opened, members)
         return await self._show(here, members)
 
+    async def _opened(self, update_id: str) -> _Opened | None:
+        """An update that this node or another one began."""
+        weights = self.nodes.weights
+        found = await weights.log.transfer("update", update_id, model=weights.name)
+        return None if found is None else structure(found, _Opened)
+
+    async def _forget(self, update_id: str) -> None:
+        weights = self.nodes.weights
+        await weights.log.end_transfer("update", update_id, model=weights.name)
+
     def _members(self, opened: _Opened, members: Sequence[NodeRow]) -> list[NodeRow]:
-        return [each for each in members if each.incarnation in opened.ids]
+        return in_one_order(each for each in members if str(each.incarnation) in opened.ids)
 
     async def _each(self, opened: _Opened, members: Sequence[NodeRow], end: str, bodies: Bodies) -> Words:
         """Ask every node of an update for its part of it, each under its own id. One that hangs is not waited
@@ -440,7 +472,7 @@ class WeightNodeRoutes:
         return await self.nodes.ask(
             members,
             "POST",
-            lambda row: f"/v1/weights/updates/{opened.ids[row.incarnation]}/{end}",
+            lambda row: f"/v1/weights/updates/{opened.ids[str(row.incarnation)]}/{end}",
             bodies,
             late_s=LATE_S,
         )
@@ -448,7 +480,7 @@ class WeightNodeRoutes:
     async def _end(self, opened: _Opened, members: Sequence[NodeRow]) -> None:
         async with trio.open_nursery() as nursery:
             for row in self._members(opened, members):
-                path = f"/v1/weights/updates/{opened.ids[row.incarnation]}"
+                path = f"/v1/weights/updates/{opened.ids[str(row.incarnation)]}"
                 nursery.start_soon(self.nodes.ask_one, row, "DELETE", path)
 
     # ── groups ────────────────────────────────────────────────────────────────
@@ -466,11 +498,12 @@ class WeightNodeRoutes:
         )
         if len(took(words)) < len(words):
             return passed(worst(words))
-        self._groups[str(body.get("name", "weights"))] = list(own)
+        weights, name = self.nodes.weights, str(body.get("name", "weights"))
+        await weights.log.add_transfer("group", name, list(own), model=weights.name)
         return json_response({**words[0][1].json, "rank_offset": first}, 201)
 
     async def _leave(self, here: Handler, members: list[NodeRow], name: str) -> Response:
-        self._groups.pop(name, None)
+        await self.nodes.weights.log.end_transfer("group", name, model=self.nodes.weights.name)
         path = f"/v1/weights/groups/{quote(name, safe='')}"
         words = await self.nodes.ask(members, "DELETE", path)
         return json_response({"name": name}) if took(words) else passed(worst(words))

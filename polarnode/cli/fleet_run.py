@@ -6,6 +6,7 @@ this command once they run.
 
 import os
 import socket
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,10 +63,17 @@ def serve_local(count: int, state: Path, options: tuple[str, ...], dsn: str, tok
     return 0
 
 
+def local_prefix(state: Path) -> str:
+    """What names of local nodes begin with. Those of another machine, or of another folder of this one, may
+    share the log; the same folder has the same names again, because it has their journals.
+    """
+    return f"{socket.gethostname()}-{sha256(os.fsencode(state.resolve())).hexdigest()[:4]}"
+
+
 async def _serve_local(
     count: int, state: Path, options: tuple[str, ...], dsn: str, token: str | None, console: Console
 ) -> None:
-    prefix = socket.gethostname()  # another machine's local nodes may share the log
+    prefix = local_prefix(state)
     environment = {
         **os.environ,
         "POLARNODE_LOG": dsn,

@@ -59,6 +59,7 @@ class Following:
         """One look at everything. What fails is tried again later."""
         self._failed, self.weights.incarnation = False, self.incarnation()
         try:
+            await self.weights.follow_hold()
             if self.weights.engines.is_own:
                 await self.adapters.forget_deleted()  # the base does not change while there are adapters
                 await self._follow_base()

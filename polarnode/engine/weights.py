@@ -24,7 +24,7 @@ from attrs import define, evolve, field
 from polarnode.core.codec.json import plain, structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, Conflict, EngineError, Refused
-from polarnode.core.weights import HostReport, UpdateOpened, WeightsReport, WeightsState
+from polarnode.core.weights import HostReport, PauseMode, UpdateOpened, WeightsReport, WeightsState
 from polarnode.engine.checkpoints import BadCheckpoint, check_files, fingerprint
 from polarnode.engine.engines import Engines
 from polarnode.engine.host import Loaded
@@ -236,6 +236,7 @@ class Weights:
     _told: "tuple[int, dict[str, str]] | None" = field(
         default=None, init=False
     )  # what the log has of `serving`
+    _followed: PauseMode | None = field(default=None, init=False)  # how the log said to hold generation
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
     # a disk that hangs keeps the thread that looks at it: one, and none of those that all share
     _opening: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
@@ -688,6 +689,24 @@ class Weights:
             self.insist_closed()
             await self.engines.pause(order.mode)
             return self.status()
+
+    async def follow_hold(self) -> None:
+        """Hold generation where a trainer holds it on all nodes of the log, and let it go on where it does.
+        Raises Conflict while an update is open.
+        """
+        found = await self.log.held(model=self.name, follows=self._followed is not None)
+        if found == self._followed:
+            return
+        async with self.alone():  # what a request to this node says later comes after this
+            found = await self.log.held(model=self.name, follows=self._followed is not None)
+            held = self.engines.statistics().paused
+            if found is not None and held is None:
+                self.insist_closed()
+                await self.engines.pause(found)
+            elif found is None and held is not None and not self.released and not self.discarded:
+                self.insist_closed()
+                await self.engines.resume()
+            self._followed = found
 
     async def resume(self) -> WeightsState:
         async with self.alone():

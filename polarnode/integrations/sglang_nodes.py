@@ -21,6 +21,7 @@ from polarnode.api.weight_nodes import (
     Handler,
     ModelNodes,
     Words,
+    in_one_order,
     passed,
     payloads_of,
     rank_offsets,
@@ -49,7 +50,7 @@ class SglangNodes:
 
     nodes: ModelNodes
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
-    _held: bool = field(default=False, init=False)  # buckets are collected until generation continues
+    _begun: bool = field(default=False, init=False)  # begin_weight_update came
     _names: dict[str | None, str] = field(factory=dict, init=False)  # of the open update: asked, given
 
     def rows(self, rows: Iterable[RouteRow]) -> Iterator[RouteRow]:
@@ -73,7 +74,8 @@ class SglangNodes:
         except Astray as error:
             return answer_for(error)
         members = await self.nodes.members()
-        if len(members) < 2 or request.path not in (*OF_ALL, *INFO):
+        fewest = 1 if request.path in (PAUSE, CONTINUE) and self.nodes.others.log.shared else 2
+        if len(members) < fewest or request.path not in (*OF_ALL, *INFO):
             return await here()
         if request.path in INFO:
             return await self._info(members)
@@ -94,11 +96,19 @@ class SglangNodes:
         port = own.port or (443 if request.scheme == "https" else 80)
         return json_response({**infos[0], **sums, "host": own.hostname, "port": port})
 
+    @property
+    def _held(self) -> bool:
+        """Whether buckets are collected until generation continues. Another node may have been asked."""
+        return self._begun or self.nodes.weights.status().paused is not None
+
     async def _all(self, path: str, body: dict[str, Any], members: list[NodeRow]) -> Response:
         if path in BUCKETS:
             body = {**body, "weight_version": await self._name(body.get("weight_version"))}
         sent = await self._bodies(path, body, members)
-        words = await self.nodes.ask(members, "POST", path, lambda row: sent.get(row.incarnation, body))
+        if path in (PAUSE, CONTINUE):
+            words = await self.nodes.hold(body, body.get("mode", "retract") if path == PAUSE else None)
+        else:
+            words = await self.nodes.ask(members, "POST", path, lambda row: sent.get(row.incarnation, body))
         await self._note(path, words)
         return passed(worst(words) if len(took(words)) < len(words) else words[0][1])
 
@@ -122,6 +132,7 @@ class SglangNodes:
         self, path: str, body: dict[str, Any], members: list[NodeRow]
     ) -> Mapping[int, dict[str, Json]]:
         """The bodies of nodes that get one of their own, by incarnation."""
+        members = in_one_order(members)
         every = [row.incarnation for row in members]
         if path == "/update_weight_version":
             name = body.get("new_version")
@@ -141,11 +152,11 @@ class SglangNodes:
     async def _note(self, path: str, words: Words) -> None:
         """What follows from the nodes' answers for the next request."""
         if path in (PAUSE, "/begin_weight_update"):
-            self._held = True
+            self._begun |= path != PAUSE
             self._names.clear()
         elif path in BUCKETS and len(took(words)) < len(words) and self._held:
             others = [row for row, _ in took(words)]  # an update that is open there is given up
             await self.nodes.ask(others, "POST", PAUSE, lambda _: {"mode": "in_place"})
         elif path in (CONTINUE, "/end_weight_update"):
-            self._held = False
+            self._begun = False
             self._names.clear()

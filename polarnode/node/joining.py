@@ -61,6 +61,11 @@ def url_of(config: NodeConfig, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     if host in EVERYWHERE and config.log is not None:
         host = _reached_from(log_servers(config.log)[0])
+        if is_loopback(host):
+            raise ConfigError(
+                f"--host {config.host}: the log's server is on this machine, which does not show the address"
+                " at which other nodes reach this one: give --node-url, or that address as --host"
+            )
     scheme = "http" if config.tls_cert is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -11,7 +11,13 @@ import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -234,6 +240,9 @@ async def open_node(
                     config, journal, log, engines, weights, runtimes, images, judges, model, plane, scoring
                 ) as scheduler,
             ):
+                # a trainer that holds generation sees nothing sampled by a node that begins
+                with suppress(EngineError):  # a host that does not answer begins held
+                    await answered(weights.follow_hold, meanwhile="the node waits to start")
                 await recover(journal, scheduler, _facts(config, url, model.name), report)
                 weights.incarnation = scheduler.incarnation
                 following = Following(

@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from socket import socket
+from typing import Final
 
+import trio
 from attrs import evolve
 
 from polarnode.api.app import control_plane
@@ -25,14 +28,19 @@ from polarnode.api.timeseries import History
 from polarnode.api.weight_files import WeightFiles
 from polarnode.api.weight_nodes import ModelNodes, WeightNodeRoutes
 from polarnode.http.asgi import BrowserGuard, RouteRow
-from polarnode.http.server import CONTROL_CONNECTIONS, Address, open_server
+from polarnode.http.server import CONTROL_CONNECTIONS, Address, Certificate, open_server
 from polarnode.integrations.polar.extension import POLAR_OF_SESSION, polar_extension
 from polarnode.integrations.sglang import sglang_extension
 from polarnode.integrations.sglang_nodes import SglangNodes
+from polarnode.journal.log.port import LogAway
 from polarnode.node.node import Node, control_certificate
 from polarnode.node.opening import sessions_dir
 from polarnode.rollouts.session import LOG_LIMIT
 from polarnode.support.concurrency import open_background
+
+CERTIFICATE_S: Final = (
+    1.0  # between looks at which certificate is shown: other nodes refuse it until they know
+)
 
 
 @asynccontextmanager
@@ -69,9 +77,22 @@ async def _served(node: Node, others: OtherNodes, listener: socket | None) -> As
     app = control_plane(rows, token=config.token, guard=guard, extensions=(polar, sglang))
     where, certificate = Address(host=config.host, port=config.port), control_certificate(config)
     served = open_server(app, listener or where, connections=CONTROL_CONNECTIONS, certificate=certificate)
-    async with open_background(history.run), served as address:
+    told = partial(_tell_certificate, node, certificate)
+    async with open_background(history.run), open_background(told), served as address:
         node.callbacks.own_ports.append({address.port, node.captures.port})
         yield address
+
+
+async def _tell_certificate(node: Node, certificate: Certificate | None, ready: trio.Event) -> None:
+    """Keep what the other nodes pin the one that is shown, whose files may be renewed meanwhile."""
+    ready.set()
+    told, log = node.scheduler.facts.certificate, node.scheduler.log
+    while certificate is not None and log.shared:
+        if certificate.digest != told:
+            with suppress(LogAway):  # and told again
+                await node.scheduler.renew_certificate(certificate.digest)
+                told = certificate.digest
+        await trio.sleep(CERTIFICATE_S)
 
 
 def _rows(node: Node, others: OtherNodes, history: History) -> Iterator[RouteRow]:

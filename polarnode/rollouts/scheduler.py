@@ -264,6 +264,11 @@ class Scheduler:
         self.incarnation = self.registry.results.incarnation = joined.incarnation
         return joined.inherited
 
+    async def renew_certificate(self, certificate: str) -> None:
+        """Tell the other nodes that this one shows another certificate."""
+        self.facts = evolve(self.facts, certificate=certificate)  # also where it joins again
+        await self.log.renew_certificate(self.incarnation, certificate)
+
     async def run(self, ready: trio.Event) -> None:
         """Claim places and end what must be ended, until cancelled."""
         ready.set()

@@ -16,7 +16,7 @@ import hollow_node
 import pytest
 import trio
 import trio.testing
-from attrs import define, field
+from attrs import define, evolve, field
 from control_plane_parts import Answer, Caller
 from fakes_runtime import Call
 from hollow_node import _record, open_hollow
@@ -213,8 +213,10 @@ async def test_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) ->
         assert (other.status, other.json()["error"]["path"]) == (400, "?model")
         assert (await two.a.post("/v1/engine/pause", {"mode": "retract"})).status == 200
         assert [two.nodes[name].engines.paused for name in "ab"] == ["retract", "retract"]
+        assert await two.nodes["a"].log.held(model="any") == "retract", "for who joins"
         assert (await two.a.post("/v1/engine/resume", None)).status == 200
         assert [two.nodes[name].engines.paused for name in "ab"] == [None, None]
+        assert await two.nodes["a"].log.held(model="any") is None
 
 
 async def test_cancel_and_a_bad_request_reach_it(tmp_path: Path, cluster: Cluster) -> None:
@@ -314,6 +316,14 @@ async def test_row_that_cannot_be_asked(url: str, name: str) -> None:
     async with open_others(log, name="a", token=None) as others:
         ((_, found),) = await others.ask_all("GET", "/v1/logs")
         assert isinstance(found, Unreachable)
+
+
+async def test_a_renewed_certificate_is_pinned_anew() -> None:
+    log: Any = NodesOnly(row("b", 2), (row("b", 2),))
+    async with open_others(log, name="a", token=None) as others:
+        renewed = evolve(log.rows[0], facts=evolve(log.rows[0].facts, certificate="22"))
+        assert others.link(renewed) is not others.link(log.rows[0])
+        assert others.link(renewed) is others.link(renewed)
 
 
 async def test_links_of_lost_nodes_close_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from postgres_kit import running_cluster
 from rich.console import Console
 
 from polarnode.cli import fleet, fleet_run, main
+from polarnode.cli.fleet_run import local_prefix
 from polarnode.core.errors import ConfigError
 
 DSN = "postgresql://me@10.0.0.1/polarnode"
@@ -123,6 +123,9 @@ def test_local_nodes_share_a_log(tmp_path: Path) -> None:
             logs = [each.read_text() for each in (tmp_path / "state/nodes").glob("*.log")]
             return "\n".join([out.read_text(), *logs])
 
+        assert local_prefix(tmp_path / "state") != local_prefix(tmp_path / "other"), (
+            "they would replace each other"
+        )
         try:
             urls = _until(lambda: re.findall(r"starts at (http\S+)", out.read_text()), told)
             assert len(urls) == 2
@@ -133,7 +136,7 @@ def test_local_nodes_share_a_log(tmp_path: Path) -> None:
             assert rows
             for url in urls:
                 _until(lambda url=url: (_ask(f"{url}/readyz") or {}).get("ready"), told)
-            name = f"{socket.gethostname()}-1"
+            name = f"{local_prefix(tmp_path / 'state')}-1"
             shown = _fleet("status", "--url", urls[0])
             assert shown.count(" alive ") == 2, shown
             assert "takes no new sessions" in _fleet("drain", name, "--url", urls[0])  # by way of the other

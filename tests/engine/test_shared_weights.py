@@ -5,6 +5,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -425,6 +426,52 @@ async def test_buckets_are_one_update(tmp_path: Path, dsn: str) -> None:
         assert [each.weights.status().updating for each in planes] == [None, None]
 
 
+async def test_each_request_may_go_to_another_node(tmp_path: Path, dsn: str) -> None:
+    """As a load balancer sends them; payloads are in one order, whichever node is asked."""
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        source: dict[str, Any] = {"kind": "tensor", "buckets": []}
+        for version, payload in (("7", GOOD), ("8", BAD), ("9", None)):
+            begun = await first.node.post("/v1/weights/updates", {"version": version, "source": source})
+            assert begun.status == 201, begun.text
+            path = f"/v1/weights/updates/{begun.json()['update_id']}"
+            if payload is None:
+                assert (await second.node.call("DELETE", path)).status == 200
+            else:
+                for at, each, status in (
+                    (second, GOOD, 200),
+                    (first, payload, 200 if payload == GOOD else 400),
+                ):
+                    added = await at.node.post(f"{path}/buckets", {"payloads": [GOOD, each]})
+                    assert added.status == status, added.text
+            done = await second.node.post(f"{path}/commit", {})
+            assert done.status == (201 if payload == GOOD else 409), done.text
+            if payload == GOOD:
+                assert (await first.node.post(f"{path}/commit", {})).json()["created"] is False
+            assert [each.weights.status().updating for each in (first, second)] == [None, None]
+        assert [each.engines.versions for each in (first, second)] == [("0", "7")] * 2
+        answer = await second.node.post("/v1/weights", tensors("10", GOOD, BAD))
+        assert (answer.status, answer.json()["stale"]) == (201, ["b"]), answer.text
+
+
+async def test_group_is_known_at_every_node(tmp_path: Path, dsn: str) -> None:
+    group = {"name": "g", "address": "127.0.0.1", "port": 29500, "world_size": 3, "rank_offset": 1}
+    update = {"version": "7", "source": {"kind": "distributed", "group": "g", "buckets": []}}
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        joined = await first.node.post("/v1/weights/groups", group)
+        assert joined.status == 201, joined.text
+        begun = await second.node.post("/v1/weights/updates", update)
+        assert begun.status == 201, begun.text
+        path = f"/v1/weights/updates/{begun.json()['update_id']}"
+        bucket = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2, 2]]}
+        added = await first.node.post(f"{path}/buckets", bucket)
+        assert added.status == 200, added.text
+        assert (await second.node.post(f"{path}/commit", {})).status == 201
+        assert [each.engines.versions[-1] for each in (first, second)] == ["7", "7"]
+        assert (await second.node.call("DELETE", "/v1/weights/groups/g")).status == 200
+        left = await first.node.post("/v1/weights/updates", {**update, "version": "8"})
+        assert (left.status, "is not joined by all" in left.text) == (409, True), left.text
+
+
 async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as planes:
         held = await planes[0].node.post("/v1/engine/pause", {"mode": "retract"})
@@ -444,6 +491,49 @@ async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None
         assert (await planes[1].node.post("/v1/engine/pause", {})).status == 200
         assert (await planes[0].node.post("/v1/weights", new("9", switch="barrier"))).status == 201
         assert [each.weights.status().paused for each in planes] == ["in_place"] * 2, "as the trainer left it"
+
+
+async def test_who_joins_while_generation_is_held_is_held(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a") as (first,):
+        for pause, resume, held in (
+            ("/v1/engine/pause", "/v1/engine/resume", "retract"),
+            (f"/v1/engine/pause?model={MODEL}", f"/v1/engine/resume?model={MODEL}", "abort"),
+            ("/pause_generation", "/continue_generation", "in_place"),
+        ):
+            assert (await first.node.post(pause, {"mode": held})).status == 200
+            async with nodes(tmp_path, dsn, "b") as (second,):
+                assert second.weights.status().paused == held, pause
+                assert (await second.node.post(resume, {})).status == 200
+                assert [each.weights.status().paused for each in (first, second)] == [None, None], resume
+            async with nodes(tmp_path, dsn, "c") as (third,):
+                assert third.weights.status().paused is None, resume
+
+
+async def test_who_missed_a_request_follows_the_log(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a") as (plane,):
+        await plane.log.hold("in_place", model=MODEL)
+        await until(lambda: _holds(plane))
+        async with plane.weights.alone():
+            plane.weights.released.add("weights")
+            await plane.log.hold(None, model=MODEL)
+        await plane.following.look()
+        assert await _holds(plane), "its memory is lent: nothing could be sampled"
+        plane.weights.released.clear()
+        assert (await plane.node.post("/v1/engine/resume", {})).status == 200
+        await plane.log.hold("in_place")
+        await until(lambda: _holds(plane))
+        await plane.log.hold(None)
+        await until(lambda: _goes_on(plane))
+
+
+async def test_barrier_of_one_request_is_no_hold_of_the_log(tmp_path: Path, dsn: str) -> None:
+    async with nodes(tmp_path, dsn, "a", "b") as (first, second):
+        assert (await first.node.post("/v1/weights", new("1", switch="barrier"))).status == 201
+        assert (await first.log.held(model=MODEL), second.weights.status().paused) == (None, None)
+
+
+async def _holds(plane: Plane) -> bool:
+    return plane.weights.status().paused is not None
 
 
 async def _goes_on(plane: Plane) -> bool:
@@ -498,8 +588,10 @@ async def test_sglang_updates_all_under_one_name(tmp_path: Path, dsn: str) -> No
     async with nodes(tmp_path, dsn, "a", "b") as planes:
         trainer = planes[1].node
 
+        turns = cycle(planes)  # each request goes to another node
+
         async def asked(path: str, status: int = 200, **body: Any) -> None:
-            answer = await trainer.post(path, body)
+            answer = await next(turns).node.post(path, body)
             assert answer.status == status, (path, answer.text)
 
         def served() -> list[str]:

@@ -153,7 +153,8 @@ async def open_hollow(config: NodeConfig) -> AsyncIterator[tuple[Any, Any]]:
     vars(opening).update(patched)
     async with AsyncExitStack() as stack:
         try:
-            url = f"http://{config.host}:{config.port}" if config.port else ""
+            scheme = "http" if config.tls_cert is None else "https"
+            url = f"{scheme}://{config.host}:{config.port}" if config.port else ""
             node = await stack.enter_async_context(
                 opening.open_node(config, report=lambda text: None, url=url)
             )

@@ -1,15 +1,20 @@
 """A node's control plane over TLS: a client that pins its certificate is served, and nobody in plain text."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import trio
 from hollow_node import open_hollow
+from postgres_kit import running_cluster
 from tls_kit import Authority
+from weights_kit import free_port
 
+from polarnode.api.proxy import NODES_S
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.core.errors import ConfigError
+from polarnode.http import server
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
 from polarnode.node.node import control_certificate
@@ -23,6 +28,49 @@ def test_the_settings_belong_together_and_come_from_everywhere() -> None:
     with pytest.raises(ConfigError, match=r"^tls_cert a\.crt cannot be read"):
         control_certificate(found)
     assert control_certificate(NodeConfig()) is None
+
+
+async def test_the_others_ask_a_node_whose_certificate_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RENEWED_S", 0.05)
+    with running_cluster() as cluster, trio.fail_after(60):
+        dsn, authority, stack = cluster.database(), Authority(tmp_path), AsyncExitStack()
+        async with stack:
+            nodes = []
+            for name in ("a", "b"):
+                chain, key = authority.issue("elsewhere.invalid", label=name)
+                config = NodeConfig(
+                    engine="simulated",
+                    port=free_port(),
+                    node_id=name,
+                    log=dsn,
+                    token="t",
+                    tls_cert=chain,
+                    tls_key=key,
+                    state_dir=str(tmp_path / name),
+                    podman_dir=str(tmp_path / "podman"),
+                    memory_reserve_mb=1,
+                    disk_reserve_mb=1,
+                )
+                nodes.append(await stack.enter_async_context(open_hollow(config)))
+            (node, at), (renewed, _) = nodes
+            certificate = control_certificate(node.config)
+            assert certificate is not None
+            url = f"https://{at.host}:{at.port}#{certificate.digest}"
+            client = await stack.enter_async_context(AsyncPolarnodeClient(url, token="t"))
+            authority.issue("elsewhere.invalid", label="b")
+            shown = control_certificate(renewed.config)
+            assert shown is not None
+            while {each.facts.certificate for each in await node.log.nodes()} != {  # noqa: ASYNC110
+                certificate.digest,
+                shown.digest,
+            }:
+                await trio.sleep(0.05)
+            assert renewed.scheduler.facts.certificate == shown.digest, "if it joins again"
+            (tmp_path / "b" / "engine-0.log").write_text("words")
+            await trio.sleep(NODES_S)
+            assert "b/engine-0" in [each.name for each in await client.node_logs()]
 
 
 async def test_a_node_with_a_certificate_serves_over_tls_alone(tmp_path: Path) -> None:

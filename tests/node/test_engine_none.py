@@ -13,11 +13,13 @@ from postgres_kit import running_cluster
 
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError
+from polarnode.node import opening
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
 from polarnode.node.joining import log_servers, shared_config, url_of
 from polarnode.node.opening import open_node
 from polarnode.node.serving import serve_control_plane
+from polarnode.rollouts.scheduler import Scheduler
 
 
 def config(folder: Path, name: str, **more: Any) -> NodeConfig:
@@ -57,6 +59,25 @@ async def test_tasks_pass_through_a_node_without_engines(tmp_path: Path) -> None
                     break
 
 
+async def test_a_node_begins_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it settles what its last run left: sessions that go on would be sampled."""
+    held: list[str | None] = []
+
+    async def recover(journal: Any, scheduler: Scheduler, *more: Any) -> None:
+        held.append(scheduler.services.places.statistics().paused)  # type: ignore[attr-defined]
+        await real(journal, scheduler, *more)
+
+    real = opening.recover
+    monkeypatch.setattr(opening, "recover", recover)
+    with running_cluster() as cluster, trio.fail_after(120):
+        dsn = cluster.database()
+        first, second = (config(tmp_path, name, engine="none", log=dsn) for name in ("one", "two"))
+        async with open_node(first, report=lambda text: None) as node:
+            await node.log.hold("retract")
+            async with open_node(second, report=lambda text: None):
+                assert held == [None, "retract"]
+
+
 def test_what_it_lacks_is_refused() -> None:
     for environment, words in (
         ({"POLARNODE_ENGINE": "none"}, "give POLARNODE_LOG"),
@@ -91,5 +112,10 @@ def test_shared_nodes_are_named_and_reached(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         assert url_of(named, listener) == "http://n:1"
         assert url_of(evolve(public, host="127.0.0.1"), listener) == f"https://127.0.0.1:{port}"
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        for here in ("postgresql://127.0.0.1/d", "host=/run/postgresql"):
+            with pytest.raises(ConfigError, match=r"^--host 0\.0\.0\.0: .* give --node-url"):
+                url_of(evolve(public, log=here), listener)
+        assert url_of(evolve(public, log=here, node_url="http://n:1"), listener) == "http://n:1"
     alone = NodeConfig(state_dir=str(tmp_path))
     assert shared_config(alone) == alone

@@ -23,6 +23,7 @@ from polarnode.core.errors import Busy
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory, Turn
+from polarnode.core.weights import PauseMode
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
@@ -240,6 +241,9 @@ class Joined:
 # ── weights and callbacks ─────────────────────────────────────────────────────
 
 
+TransferKind = Literal["update", "group"]  # by its id, or by its name
+
+
 @frozen(kw_only=True)
 class LogWeights:
     """A version of the weights; `adapter` is "" for the base. It counts when `holders` are enough, or when it
@@ -362,6 +366,9 @@ class Membership(Protocol):
     async def join(self, facts: NodeFacts) -> Joined:
         """Begin an incarnation. Earlier ones of its name are replaced: they hold nothing any more."""
 
+    async def renew_certificate(self, incarnation: int, certificate: str) -> None:
+        """Say that a node shows another certificate from now on; it goes on under its incarnation."""
+
     async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
         """Give a sign of life. False where the incarnation was declared lost, or replaced."""
 
@@ -475,6 +482,23 @@ class WeightVersions(Protocol):
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         """Say what a node serves, by adapter."""
+
+    async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
+        """Record who takes part in what a trainer does by several requests, which may come to any node."""
+
+    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        """What was recorded; None where it ended, or was never begun on several nodes."""
+
+    async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
+        """Forget it."""
+
+    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
+        """Say that a trainer holds generation on the nodes of a model, or of all; None: it goes on."""
+
+    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+        """How generation is held on the nodes of a model. It counts for a node that `follows` it already, and
+        for others while a node is alive that was there then. A node alone has nobody to tell.
+        """
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         """Nodes that are alive and do not serve the current version of their model's base, but another."""

@@ -24,6 +24,7 @@ from polarnode.core.errors import Conflict
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import CAPTURE, EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.core.weights import PauseMode
 from polarnode.groups.group import Facts, member_of
 from polarnode.journal import entries, pending_callbacks, queries, retention
 from polarnode.journal.entries import (
@@ -55,6 +56,7 @@ from polarnode.journal.log.port import (
     NodeFacts,
     NodeRow,
     Offer,
+    TransferKind,
 )
 from polarnode.journal.log.rules import check_names, gap_of
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
@@ -444,6 +446,24 @@ class SqliteLog:
         self._serving = dict(versions)
         self._tell_of_weights()
         await trio.lowlevel.checkpoint()
+
+    async def renew_certificate(self, incarnation: int, certificate: str) -> None:
+        """There is nobody to tell."""
+
+    async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
+        """There is nobody to tell."""
+
+    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        return None
+
+    async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
+        """There is none."""
+
+    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
+        """There is nobody to tell."""
+
+    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+        return None
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         current = self._current.get("")

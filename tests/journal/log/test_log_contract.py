@@ -731,6 +731,48 @@ async def test_versions_of_each_model(shared: Log) -> None:
     assert await claim(shared, judge, 1, labels={"model": "judge"})
 
 
+async def test_transfers_are_known_at_every_node(shared: Log) -> None:
+    for number in range(70):
+        await shared.add_transfer("update", f"u{number}", {"ids": {"1": str(number)}}, model="m")
+    await shared.add_transfer("group", "u69", [1, 2], model="m")
+    await shared.add_transfer("group", "u69", [1, 3], model="m")
+    assert await shared.transfer("update", "u69", model="m") == {"ids": {"1": "69"}}
+    assert await shared.transfer("group", "u69", model="m") == [1, 3]
+    assert await shared.transfer("update", "u69", model="other") is None
+    assert await shared.transfer("update", "u0", model="m") is None, "updates that were left are forgotten"
+    await shared.end_transfer("update", "u69", model="m")
+    assert await shared.transfer("update", "u69", model="m") is None
+    assert await shared.transfer("group", "u69", model="m") == [1, 3]
+
+
+async def test_hold_of_a_model_and_of_all(shared: Log) -> None:
+    await join(shared, "one")
+    await shared.hold("retract")
+    await shared.hold(None, model="judge")
+    assert [await shared.held(model=each) for each in ("policy", "judge")] == ["retract", None]
+    await shared.hold("abort", model="judge")
+    await shared.hold(None, model="policy")
+    assert [await shared.held(model=each) for each in ("policy", "judge", "new")] == [
+        None,
+        "abort",
+        "retract",
+    ]
+    await shared.hold(None)
+    assert [await shared.held(model=each) for each in ("policy", "judge", "new")] == [None, None, None]
+
+
+async def test_hold_ends_with_the_nodes_that_were_held(shared: Log) -> None:
+    """A trainer that died holds nobody who comes later."""
+    one, two = await join(shared, "one"), await join(shared, "two")
+    await shared.hold("retract")
+    await join(shared, "three")
+    await die(shared, one)
+    assert await shared.held() == "retract"
+    await shared.leave(two)
+    assert await shared.held() is None
+    assert await shared.held(follows=True) == "retract", "who is held waits for the trainer's word"
+
+
 # ── callbacks ─────────────────────────────────────────────────────────────────
 
 

@@ -51,6 +51,10 @@ def join(db: Database, facts: NodeFacts) -> Joined:
     return Joined(incarnation=row["incarnation"], inherited=claims(db, row["incarnation"]))
 
 
+def renew_certificate(db: Database, incarnation: int, certificate: str) -> None:
+    db.execute("UPDATE nodes SET certificate = %s WHERE incarnation = %s", (certificate, incarnation))
+
+
 # One statement a second and node: 64 nodes on one server are 64 of them, and each more is 64 more.
 BEAT: Final = """
 WITH signed AS (

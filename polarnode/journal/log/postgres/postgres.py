@@ -23,6 +23,7 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
 from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.core.weights import PauseMode
 from polarnode.groups.group import Facts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.held import KEPT_S
@@ -42,6 +43,7 @@ from polarnode.journal.log.port import (
     NodeFacts,
     NodeRow,
     Offer,
+    TransferKind,
 )
 from polarnode.journal.log.postgres import (
     callbacks,
@@ -215,6 +217,9 @@ class PostgresLog:
         self.incarnation, self.lost = joined.incarnation, False
         self._attended |= set(self._reading)
         return joined
+
+    async def renew_certificate(self, incarnation: int, certificate: str) -> None:
+        await self._write(membership.renew_certificate, incarnation, certificate)
 
     async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
         return (await self._sign(incarnation, report)).signed
@@ -410,6 +415,21 @@ class PostgresLog:
 
     async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         await self._write(weights.serving, incarnation, versions)
+
+    async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
+        await self._write(weights.add_transfer, kind, name, body, model=model)
+
+    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        return await self._read(weights.transfer, kind, name, model=model)
+
+    async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
+        await self._write(weights.end_transfer, kind, name, model=model)
+
+    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
+        await self._write(weights.hold, mode, model=model)
+
+    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+        return await self._read(weights.held, model=model, follows=follows)
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         return await self._read(weights.stale_nodes)

@@ -12,8 +12,9 @@ from psycopg.types.json import Jsonb
 
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json
+from polarnode.core.weights import PauseMode
 from polarnode.journal.entries import adapter_of, is_deleted
-from polarnode.journal.log.port import LogWeights, NodeRow
+from polarnode.journal.log.port import LogWeights, NodeRow, TransferKind
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.membership import NODES, read_node
 
@@ -60,6 +61,58 @@ def serving(db: Database, incarnation: int, versions: Mapping[str, str]) -> None
     )
     if told.rowcount:
         db.execute(NOTIFY)
+
+
+# of a model that are remembered, of each kind: one is under way, the others were left or are asked for again
+TRANSFERS_MOST: Final = 64
+TRANSFER: Final = """
+INSERT INTO transfers (model, kind, name, body) VALUES (%s, %s, %s, %s)
+ON CONFLICT (model, kind, name) DO UPDATE SET body = excluded.body"""
+OLD_TRANSFERS: Final = """
+DELETE FROM transfers WHERE number IN (SELECT number FROM transfers
+    WHERE model = %s AND kind = %s ORDER BY number DESC OFFSET %s)"""
+
+
+def add_transfer(db: Database, kind: TransferKind, name: str, body: Json, *, model: str) -> None:
+    db.execute(TRANSFER, (model, kind, name, Jsonb(body)))
+    db.execute(OLD_TRANSFERS, (model, kind, TRANSFERS_MOST))
+
+
+def transfer(db: Database, kind: TransferKind, name: str, *, model: str) -> Json:
+    row = db.execute(
+        "SELECT body FROM transfers WHERE model = %s AND kind = %s AND name = %s", (model, kind, name)
+    ).fetchone()
+    body: Json = None if row is None else row["body"]
+    return body
+
+
+def end_transfer(db: Database, kind: TransferKind, name: str, *, model: str) -> None:
+    db.execute("DELETE FROM transfers WHERE model = %s AND kind = %s AND name = %s", (model, kind, name))
+
+
+HOLD: Final = """
+INSERT INTO holds SELECT %(model)s, %(mode)s, coalesce(max(incarnation), 0) FROM nodes
+ON CONFLICT (model) DO UPDATE SET mode = excluded.mode, among = excluded.among"""
+
+
+def hold(db: Database, mode: PauseMode | None, *, model: str) -> None:
+    if not model:
+        db.execute("DELETE FROM holds")
+    if model or mode is not None:
+        db.execute(HOLD, {"model": model, "mode": mode})
+    db.execute(NOTIFY)
+
+
+HELD: Final = """
+SELECT mode,
+    %(follows)s OR EXISTS (SELECT 1 FROM nodes WHERE state = 'alive' AND incarnation <= among) AS counts
+FROM holds WHERE model IN ('', %(model)s) ORDER BY model = '' LIMIT 1"""
+
+
+def held(db: Database, *, model: str, follows: bool) -> PauseMode | None:
+    row = db.execute(HELD, {"model": model, "follows": follows}).fetchone()
+    mode: PauseMode | None = row["mode"] if row is not None and row["counts"] else None
+    return mode
 
 
 STALE: Final = (

@@ -170,6 +170,25 @@ CREATE TABLE weight_holders (
     PRIMARY KEY (number, incarnation)
 );
 
+-- Generation that a trainer holds. Nodes that join while it is held follow it as long as one of those is alive
+-- that were there when it was held: as with a node alone, what nobody continues ends with the processes.
+CREATE TABLE holds (
+    model text PRIMARY KEY,                      -- '' is every model that has no row of its own
+    mode text,                                   -- NULL: this model goes on where all are held
+    among bigint NOT NULL                        -- the last incarnation that was there
+);
+
+-- What a trainer does on several nodes by several requests, of which each may come to another node: an update of
+-- the weights, by its id, and a process group, by its name.
+CREATE TABLE transfers (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    model text NOT NULL,
+    kind text NOT NULL CHECK (kind IN ('update', 'group')),
+    name text NOT NULL,
+    body jsonb NOT NULL,                         -- who takes part
+    UNIQUE (model, kind, name)
+);
+
 -- Events that the receiver of a task's callback has not accepted yet.
 CREATE TABLE callbacks (
     position bigint PRIMARY KEY,

@@ -30,7 +30,7 @@ REVOKE INSERT, UPDATE, DELETE ON migrations FROM polarnode_node;
 GRANT USAGE, UPDATE ON ALL SEQUENCES IN SCHEMA polarnode TO polarnode_node;
 GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA polarnode TO polarnode_node;
 
-GRANT SELECT ON migrations, log, identities, places, consumers, marks, weight_holders TO polarnode_reader;
+GRANT SELECT ON migrations, log, identities, places, consumers, marks, weight_holders, holds TO polarnode_reader;
 GRANT SELECT (incarnation, name, url, version, labels, serving, report, reading, state, sign, began, signed)
     ON nodes TO polarnode_reader;
 GRANT SELECT (number, task_id, group_id, submitted, priority, requires, image, adapter, max_retries,
