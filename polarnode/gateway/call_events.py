@@ -38,7 +38,7 @@ class UndeliveredResponse:
     usage: Usage
 
     def call(self, request: ModelRequest, *, calls_first: bool = False) -> ModelCallInfo:
-        """The call under which it is sent again."""
+        """The call whose response this is, when it is sent again."""
         return ModelCallInfo(
             request=request,
             id=self.id,
@@ -80,8 +80,8 @@ class Requested:
 class Planned:
     """The request has its turns: one plan per sample.
 
-    `resumed_prefix`: the part of this answer that is already sampled, when it resumes a cut turn; the prompt
-    then ends with it. `signature` is the opaque reference of the first turn; `carry` is the token extras that
+    `resumed_prefix` is the part of this answer that is already sampled, if it resumes a cut turn; the prompt
+    then ends with it. `signature` is the opaque reference of the first turn. `carry` says which token extras
     its turns keep.
     """
 

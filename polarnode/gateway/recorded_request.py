@@ -56,7 +56,7 @@ class _Sent:
 
 
 def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes | None = None) -> Recorded:
-    """Read a recorded request, and its response's bytes where they were kept. Never raises: `error` reports
+    """Read a recorded request, with the bytes of its response if they were kept. Never raises: `error` says
     what cannot be read.
     """
     try:

@@ -99,7 +99,7 @@ def _leads(earlier: int, later: int, by_index: Mapping[int, Turn]) -> bool:
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
-    """Check the turns alone: each is complete, and its prompt begins where its parent ends."""
+    """Check the turns by themselves: each is complete, and its prompt begins where its parent ends."""
     by_index: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.index in by_index:

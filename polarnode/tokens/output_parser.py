@@ -54,7 +54,7 @@ class _Writers:
             self._stretches.append((length, logprobs))
 
     def take(self, length: int) -> TokenLogprobs:
-        """Remove the first characters and return their tokens."""
+        """Remove the first `length` characters and return their tokens."""
         taken: list[TokenLogprob] = []
         while length > 0 and self._stretches:
             size, logprobs = self._stretches.pop(0)

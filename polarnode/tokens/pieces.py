@@ -30,8 +30,7 @@ class Cluster:
 @frozen(kw_only=True)
 class TokenPieces:
     """The text of each id that occurs, by the id as a string, and the clusters of all rows. An id that is not
-    in `tokens` occurs in clusters only. Bytes that are not UTF-8, and ids that the vocabulary lacks, are
-    U+FFFD.
+    in `tokens` is in clusters alone. Bytes that are no UTF-8, and ids that the vocabulary lacks, are U+FFFD.
     """
 
     tokens: Mapping[str, str]

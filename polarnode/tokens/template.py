@@ -213,12 +213,12 @@ class Template:
         """The ids that follow a sampled turn, so that the model answers the `new` messages.
 
         `conversation` is the whole new request. `sampled` are the ids of the turn that it extends, or all ids
-        so far. Only the last turn of them is read; it is needed because a thought may have been cut twice. A
-        sample without a turn end is closed first: an open thought, then the turn. A cut call is left open,
-        because a made-up end would make it look complete. If nothing is new, a cut sample continues exactly
-        where it ended (no ids), and an ended one is followed by the opening of the next turn. A boundary with
-        which the sample ends is not written twice. `prefill` is as in `root`. `context_length` limits all
-        ids, as in `root`; `sampled` must then be all ids so far.
+        so far. Only the last turn of them is read, and all of it is needed if a thought may have been cut
+        twice. A sample without a turn end is closed first: an open thought, then the turn. A cut call is left
+        open, because a made-up end would make it look complete. If nothing is new, a cut sample continues
+        exactly where it ended (no ids), and an ended one is followed by the opening of the next turn. A
+        boundary with which the sample ends is not written twice. `prefill` is as in `root`. `context_length`
+        limits all ids, as in `root`; `sampled` must then be all ids so far.
         """
         if not new and not prefill and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)

@@ -17,7 +17,7 @@ from polarnode.tokens.tool_calls import CallBody, ReadCall
 
 
 def read_none(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """No call."""
+    """Return None, because these families have no calls."""
     return None
 
 
