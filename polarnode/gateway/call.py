@@ -1,15 +1,15 @@
-"""One model call of a session: the machine `Exchange` is driven here; a stream is sent by a task beside it.
+"""One model call of a session: this module drives the machine `Exchange`. A second task sends a stream.
 
 The two are separate tasks, so that a client that stops reading never delays a record, and a session that
 closes never waits for a client. A whole response is recorded before it is sent, after the call has left its
-session, so it needs one task. The connection calls when its client has left.
+session, so it needs one task. The HTTP connection tells the call when its client has left.
 
 Invariants: whatever ends a call early, its turn is recorded synchronously before anything else is awaited. A
 cancellation is swallowed only where this module made it. Leaving the engine's block aborts the generation.
 
-A stream ends properly or not at all: returning without the last body message makes Hypercorn cut the
-connection without the terminal chunk, which a client sees as a broken stream. Keep-alives are the dialect's
-own data events, never SSE comments.
+A stream ends properly or not at all: when the app returns without the last body message, Hypercorn cuts the
+connection without the terminal chunk, and the client sees a broken stream. Keep-alives are the dialect's own
+data events, never SSE comments.
 """
 
 import math
@@ -74,9 +74,9 @@ from polarnode.tokens.template import Template
 
 @frozen(kw_only=True)
 class KeepAlivePacing:
-    """Seconds of silence before a keep-alive: before the first byte, and after it.
+    """The seconds of silence after which a keep-alive is sent: before the first byte, and after it.
 
-    The first is short, so that headers are sent long before any client times out (60 s), and not zero, so
+    The first is short, so that headers are sent long before any client times out (60 s). It is not zero, so
     that an engine that is down or a context that is too long can still be reported with a status. The second
     is half the shortest time-out measured in a harness.
     """
@@ -92,12 +92,12 @@ async def deliver(
     pacing: KeepAlivePacing,
     on_quiet: Callable[[], list[Outgoing]],
 ) -> None:
-    """Send commands until the response ends or the channel closes. `on_quiet` returns a keep-alive when
-    nothing was sent for the time in `pacing`.
+    """Send commands until the response ends or the channel closes. `on_quiet` is called when nothing was sent
+    for the time in `pacing`; it returns a keep-alive.
     """
     while True:
         commands: list[Outgoing] = []
-        # one scope for many chunks, until a silence: a new one costs 10 us per chunk
+        # One cancel scope serves many chunks, until a silence, because a new one costs 10 us per chunk.
         with trio.CancelScope() as silence:
             while not commands:
                 silence.deadline = trio.current_time() + (pacing.quiet_s if to.opened else pacing.opening_s)
@@ -105,7 +105,8 @@ async def deliver(
                     commands = _with_more(await outgoing.receive(), outgoing)
                 except trio.EndOfChannel:
                     return
-                # after the deadline a send here would be cancelled: it waits until the scope exits
+                # After the deadline a send in here would be cancelled, so it waits until the scope has
+                # exited.
                 if not silence.cancel_called:
                     silence.deadline = math.inf
                     if await _sent(commands, to):
@@ -116,8 +117,8 @@ async def deliver(
 
 
 def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]") -> list[Outgoing]:
-    """The first command and those queued since. Bytes of a stream are joined, so that a busy node writes less
-    often, not later.
+    """The first command and those queued since. Bytes of a stream are joined, so that a busy node makes fewer
+    writes. Nothing is sent later than it would be otherwise.
     """
     found = [first]
     with suppress(trio.WouldBlock, trio.EndOfChannel):
@@ -160,8 +161,8 @@ async def _send_one(command: Outgoing, to: Responder, *, last: bool) -> bool:
 
 @frozen(kw_only=True)
 class Incoming:
-    """A request that may be answered: its session, its dialect, and `key`, by which it is known when it is
-    sent again.
+    """A request that may be answered: its session, its dialect, and its `key`, by which the same request is
+    recognised when it is sent again.
     """
 
     session: LiveSession
@@ -171,8 +172,8 @@ class Incoming:
 
     @property
     def name(self) -> str:
-        """The request's identity. Two requests have the same name only if one may receive the other's
-        response: two agents of a harness may send the same body at once.
+        """The request's identity. Two requests have the same identity only if either may receive the other's
+        response. The agent is part of it, because two agents of a harness may send the same body at once.
         """
         return f"{self.dialect.name} {self.request.hints.get('agent', '')} {self.key}"
 
@@ -181,21 +182,23 @@ class Incoming:
 
 T = TypeVar("T")
 
-# rendering threads: encoding releases the GIL but rendering does not, so more threads only slow the event
-# loop
+# The number of rendering threads. Encoding releases the GIL but rendering does not, so more threads would
+# only slow the event loop.
 RENDERINGS: Final = 2
-# new text up to this length is rendered in place: in about 2 ms, and a result of a tool has half of it; to
-# change threads takes 0.1 ms of an idle node, and of a busy one as long as the rendering
+# New text up to this length is rendered in the event loop. That takes about 2 ms, and a tool's result has
+# half of this length. Changing threads takes 0.1 ms in an idle node, and in a busy one as long as the
+# rendering itself.
 INLINE_CHARS: Final = 8_000
-INLINE_MESSAGES: Final = 100  # a template takes 10 us for each
+INLINE_MESSAGES: Final = 100  # A template takes 10 us for each message.
 
 
 @define(eq=False, kw_only=True)
 class Model:
-    """The one model of the node: its engine, and its template, rendered without blocking the event loop.
+    """The one model of the node: its engine, and its chat template, which is rendered without blocking the
+    event loop.
 
-    `context_length` is in tokens; `now` returns seconds since the epoch. Rendering is pure and may be
-    abandoned in its thread, so its arguments must not change meanwhile.
+    `context_length` is in tokens; `now` returns seconds since the epoch. Rendering is pure, and may be
+    abandoned while its thread still runs, so its arguments must not change meanwhile.
     """
 
     id: str
@@ -222,15 +225,16 @@ class Model:
         threads: trio.CapacityLimiter,
         prefill: str = "",
     ) -> PromptRendered:
-        """Render a request as ids: `history`, the ids of the turn it extends (None for a root), followed by
-        the `new` messages and, where the answer goes on with a last message, its text `prefill`. `threads`
-        are the session's.
+        """Render a request as ids. They are `history`, the ids of the turn it extends (None for a root),
+        followed by the `new` messages. Where the answer continues a last message of the assistant, its text
+        `prefill` comes last. `threads` are the session's.
 
-        Raises Refused when the template rejects them, and ContextTooLong for a long text beyond the context.
+        Raises Refused when the template rejects the messages, and ContextTooLong for a long text beyond the
+        context.
         """
         template, conversation = self.template, conversation.before_prefill
         if history is None:
-            # includes the thinking that the client left out
+            # The new messages include the thinking that the client left out.
             whole = evolve(conversation, messages=new)
             root, notes = await self._rendered(
                 lambda: (
@@ -276,7 +280,7 @@ class Model:
         )
 
     async def _rendered(self, render: Callable[[], T], threads: trio.CapacityLimiter | None) -> T:
-        """What `render` returns, from one of the session's `threads`; None renders in place."""
+        """Run `render` in one of the session's `threads` and return its result. With None it runs here."""
         return render() if threads is None else await ThreadShare(threads, self._renderings).run(render)
 
 
@@ -294,33 +298,40 @@ def _is_long(messages: Sequence[Message], prefill: str) -> bool:
 
 # ── model call ────────────────────────────────────────────────────────────
 
-# chunks queued for a client; those that a slow client has not read wait in the engine's own queue
+# The number of chunks queued for a client. Chunks that a slow client has not read wait in the engine's own
+# queue.
 OUTBOX: Final = 16
 
 
 @define(eq=False)
 class ModelCall:
-    """One call. `run` returns when its response is sent, or when its client has left."""
+    """One call. `run` returns when its response is sent or its client has left."""
 
     model: Model
     incoming: Incoming
     responder: Responder
     _exchange: Exchange | None = field(default=None, init=False)
     _attempt: Attempt = field(init=False)
-    # cancelled when the client leaves or the session closes
+    # This scope is cancelled when the client leaves or the session closes.
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _planned: Planned | None = field(default=None, init=False)
-    _given: Turn | None = field(default=None, init=False)  # of a fork's parent, whose answer is given again
-    _cut: CutCall | None = field(default=None, init=False)  # the same call before, whose client left
-    _answered: bool = field(default=False, init=False)  # the response is an answer, not a fault
-    _finished: bool = field(default=False, init=False)  # the last outgoing command is in the outbox
-    # sent after the call has left its session: a whole response, or what the client of a cut stream is sent
+    # The turn of a fork's parent whose answer this call repeats.
+    _given: Turn | None = field(default=None, init=False)
+    # An earlier call with the same request, whose client left.
+    _cut: CutCall | None = field(default=None, init=False)
+    _answered: bool = field(default=False, init=False)  # whether the response is an answer and not a fault
+    _finished: bool = field(default=False, init=False)  # whether the last outgoing command is in the outbox
+    # These commands are sent after the call has left its session: a whole response, or what the client of a
+    # stream that was cut is still told.
     _last_words: list[Outgoing] = field(factory=list, init=False)
-    # of a stream, whose chunks are sent beside the call; a whole response needs no second task
+    # The queue of a streamed response, whose chunks a second task sends. It is None for a whole response,
+    # which needs no second task.
     _outbox: "trio.MemorySendChannel[Outgoing] | None" = field(default=None, init=False)
 
     async def run(self, receive: ASGIReceiveCallable, departure: Departure | None) -> None:
-        """Answer the request, whose body has been read. Without a `departure` its `receive` is watched."""
+        """Answer the request, whose body has been read. `departure` reports when the client leaves; without
+        it the call watches `receive` for that.
+        """
         with self.incoming.session.retries.attempt(self.incoming.name) as self._attempt:
             if departure is None:
                 async with trio.open_nursery() as nursery:
@@ -360,7 +371,7 @@ class ModelCall:
     # ── driving the machine ─────────────────────────────────────────────
 
     async def _drive_stream(self, outbox: "trio.MemorySendChannel[Outgoing]") -> None:
-        with outbox:  # closing it at the end stops the sender
+        with outbox:  # Closing the outbox ends the task that sends.
             await self._drive()
             for command in self._last_words:
                 await outbox.send(command)
@@ -369,9 +380,10 @@ class ModelCall:
         if self._attempt.earlier:
             await wait_ended(self._attempt.earlier)
         if self._scope.cancel_called:
-            return  # the client left before anything was planned
+            return  # The client left before anything was planned.
         session, samples = self.incoming.session, self.incoming.request.choices
-        # No checkpoint before the plan: no other call can spend the remaining budget in between.
+        # There is no checkpoint between here and the plan, so no other call can spend the remaining budget in
+        # between.
         wall, undelivered = self.model.now(), self._attempt.take_over()
         if isinstance(undelivered, CutCall) and undelivered.turn is not None and session.token_room == 0:
             kept = session.cut_answer(undelivered.turn, self.responder.request_id, created=int(wall))
@@ -395,8 +407,9 @@ class ModelCall:
 
     @property
     def _charged(self) -> bool:
-        """Whether its turns count against the budget of turns: what is asked again because its client left is
-        one turn of it, and goes on at the last one.
+        """Whether the call's turns count against the budget of turns. A request that is repeated because its
+        client left counts as one turn together with the earlier call, so it may go on even when the budget is
+        spent.
         """
         return self._cut is None or self._cut.repeats >= FREE_REPEATS
 
@@ -467,8 +480,8 @@ class ModelCall:
         return event
 
     async def _put(self, command: Outgoing) -> None:
-        """Queue a command for the client, without a checkpoint where there is room: every chunk was already
-        awaited.
+        """Queue a command for the client, without a checkpoint where there is room, because every chunk was
+        already awaited.
         """
         if self._outbox is None:
             self._last_words.append(command)
@@ -510,7 +523,7 @@ class ModelCall:
                 plan.new,
                 history,
                 threads=session.threads,
-                # what goes on after a cut has it in its history
+                # A resumed answer has the prefill in its history already.
                 prefill="" if plan.reason == RESUMED else plan.prefill,
             )
             session.hold_prompt(self._scope, len(rendered.prompt), context_length=self.model.context_length)
@@ -523,9 +536,10 @@ class ModelCall:
     async def _generate_beside(
         self, exchange: Exchange, generation: StartGeneration, others: trio.CancelScope
     ) -> None:
-        """Generate one of several samples. When the call is finished all of them end."""
+        """Generate one of several samples. When the whole call is finished, cancel the other samples."""
         await self._generate(exchange, generation)
-        if self._finished:  # not sooner: another sample of this call may be about to queue the last bytes
+        # The others are not cancelled sooner, because one of them may be about to queue the last bytes.
+        if self._finished:
             others.cancel()
 
     async def _generate(self, exchange: Exchange, generation: StartGeneration) -> None:
@@ -545,7 +559,7 @@ class ModelCall:
             return
         except (EngineError, EngineRefusal) as error:
             failed: Event = EngineFailed(error=error, at=trio.current_time(), choice=choice)
-        except Refused as error:  # the engine's limits are lower than it reported
+        except Refused as error:  # The limits of the engine are lower than it reported.
             failed = RequestRefused(error=error)
         await self._carry_out(exchange, exchange.receive(failed))
 
@@ -558,16 +572,17 @@ class ModelCall:
                     return
         except trio.Cancelled:
             withheld = chunks.withheld() if isinstance(chunks, WithheldChunks) else None
-            if withheld is not None:  # it has no end, so it brings no command
+            if withheld is not None:  # It has no finish reason, so no command follows.
                 exchange.receive(Produced(chunk=withheld, at=trio.current_time(), choice=choice))
-            self._settle(exchange)  # before the block exits, which may wait for the engine
+            # This runs before the engine's block exits, because leaving it may wait for the engine.
+            self._settle(exchange)
             raise
         raise EngineError("the sample ended without a reason")
 
     # ── synchronous bookkeeping ──────────────────────────────────────────────────
 
     def _settle(self, exchange: Exchange) -> None:
-        """Record a call that is cut short. Does nothing when the exchange has ended by itself."""
+        """Record a call that is cut short. This does nothing when the exchange has ended by itself."""
         now = trio.current_time()
         cut = SessionEnded(at=now) if self.incoming.session.over else ClientLeft(at=now)
         for command in exchange.receive(cut):
@@ -577,7 +592,7 @@ class ModelCall:
                 self._keep_books(command)
 
     def _keep_books(self, command: Bookkeeping) -> None:
-        """Record, count and remember. Never awaits."""
+        """Record the turn, count, or keep the response, as the command says. This never awaits."""
         session, incoming = self.incoming.session, self.incoming
         match command:
             case RecordTurn(turn, resumable, owed):
@@ -589,7 +604,8 @@ class ModelCall:
                     cut = self._cut
                     self._attempt.keep(CutCall() if cut is None else evolve(cut, repeats=cut.repeats + 1))
                 elif turn.refused:
-                    self._attempt.delivered()  # a repeated mistake is another turn
+                    # A repeated request is then another turn, because the engine refused this one.
+                    self._attempt.delivered()
             case KeepResponse(response):
                 self._answered = True
                 self._attempt.keep(response)

@@ -1,7 +1,8 @@
-"""The events and commands of the machine of one model call. All are values.
+"""The events and commands of the machine that runs one model call. All of them are values.
 
 An event says what happened; a command says what to do next. Times are monotonic seconds, taken by the caller.
-A new event is added to `Event`, a new command to `Command`: mypy then names the code that does not handle it.
+Whoever adds an event adds it to `Event`, and a command to `Command`: mypy then names the code that does not
+handle it.
 """
 
 from array import array
@@ -18,8 +19,8 @@ from polarnode.merge.attach import Plan
 from polarnode.merge.token_extras import CallExtras
 from polarnode.providers.contract import STREAM_TYPE, Fault, ModelCallInfo, Reply
 
-# Repeats of a call that its client left, without a token in between, that cost no turn: clients ask ten times
-# at most (Claude Code), and one that always left would have turns without end.
+# A client that leaves and repeats its request without having got a token costs no turn this many times.
+# Clients ask ten times at most (Claude Code); a client that always left could otherwise ask without end.
 FREE_REPEATS: Final = 16
 
 
@@ -27,7 +28,7 @@ FREE_REPEATS: Final = 16
 class UndeliveredResponse:
     """A whole response that did not reach its client, with the ids it was sent under.
 
-    It does not hold its request, which may be megabytes: the client sends that again.
+    It does not hold its request, which may be megabytes: the client sends the request again.
     """
 
     id: str
@@ -37,7 +38,7 @@ class UndeliveredResponse:
     usage: Usage
 
     def call(self, request: ModelRequest, *, calls_first: bool = False) -> ModelCallInfo:
-        """The call under which it is sent again."""
+        """The call whose response this is, when it is sent again."""
         return ModelCallInfo(
             request=request,
             id=self.id,
@@ -49,9 +50,9 @@ class UndeliveredResponse:
 
 @frozen
 class CutCall:
-    """A call whose client left before it was answered. `turn` is the index of its cut turn, from which the
-    same request may go on; None where it can only be asked anew. `repeats`: how often it was asked again, and
-    left again, without getting any further.
+    """A call whose client left before it was answered. `turn` is the index of its cut turn, which the same
+    request may resume; None where the request has to be answered from the beginning. `repeats` counts how
+    often the request was sent again and its client left again without a further token.
     """
 
     turn: int | None = None
@@ -65,8 +66,8 @@ class CutCall:
 class Requested:
     """A request was read. `at` is in monotonic seconds, `wall` in seconds since the epoch.
 
-    `refusal`: why the session accepts no new call; None when it does. `undelivered`: what a client that sent
-    this body earlier did not receive, either a whole response or what was cut.
+    `refusal` says why the session accepts no new call; None when it accepts one. `undelivered` is what a
+    client that sent this body earlier did not receive: a whole response, or a call that was cut.
     """
 
     at: float
@@ -79,8 +80,8 @@ class Requested:
 class Planned:
     """The request has its turns: one plan per sample.
 
-    `resumed_prefix`: the part of this answer that is already sampled, when it resumes a cut turn; the prompt
-    then ends with it. `signature` is the opaque reference of the first turn; `carry` is the token extras that
+    `resumed_prefix` is the part of this answer that is already sampled, if it resumes a cut turn; the prompt
+    then ends with it. `signature` is the opaque reference of the first turn. `carry` says which token extras
     its turns keep.
     """
 
@@ -95,7 +96,7 @@ class PromptRendered:
     """The prompt as ids (int32). It ends with `delta`, whose first `close_length` ids close the parent's cut
     sample.
 
-    `notes`: where it differs from what the template would render, or from what the client sent.
+    `notes` say where the prompt differs from what the template would render, or from what the client sent.
     """
 
     prompt: "array[int]"
@@ -106,8 +107,8 @@ class PromptRendered:
 
 @frozen(kw_only=True)
 class RequestRefused:
-    """The lineages or the chat template refuse this request, its prompt is too long for the engine, or its
-    session has no room for the prompt now.
+    """The request is refused by the lineages or the chat template, because its prompt is too long for the
+    engine, or because its session has no room for the prompt now.
     """
 
     error: Refused | Busy
@@ -124,7 +125,7 @@ class Produced:
 
 @frozen(kw_only=True)
 class EngineFailed:
-    """The engine failed this generation, or refused it because of what was asked for."""
+    """The engine failed this generation, or refused it because of what the request asked for."""
 
     error: EngineError | EngineRefusal
     at: float
@@ -147,7 +148,7 @@ class SessionEnded:
 
 @frozen
 class Quiet:
-    """Nothing was sent for as long as a client should wait for a keep-alive."""
+    """Nothing was sent for so long that the client should get a keep-alive."""
 
 
 Event = (
@@ -177,8 +178,8 @@ class PlanTurns:
 
 @frozen
 class Render:
-    """Render the plan as ids. `PromptRendered` or `RequestRefused` follows. Of several samples of one prompt
-    only the first is rendered.
+    """Render the plan as ids. `PromptRendered` or `RequestRefused` follows. If several samples share one
+    prompt, only the first is rendered.
     """
 
     plan: Plan
@@ -196,8 +197,9 @@ class StartGeneration:
 
 @frozen
 class RecordTurn:
-    """Record this turn now, without awaiting anything. `resumable`: the same request sent again may resume
-    it. `owed`: its client has no answer, and the same request sent again is the same turn of the budget.
+    """Record this turn now, without awaiting anything. `resumable`: the same request may resume the turn when
+    it is sent again. `owed`: the client got no answer, so the same request, sent again, counts as the same
+    turn of the budget.
     """
 
     turn: Turn
@@ -207,8 +209,8 @@ class RecordTurn:
 
 @frozen
 class Abandon:
-    """Abandon the plan: it gets no turn. `fault` is the refusal to count; None when the client left, or when
-    the fault is counted for another plan of the same request.
+    """Drop the plan: it gets no turn. `fault` is the refusal to count. It is None when the client left, or
+    when the fault is counted for another plan of the same request.
     """
 
     plan: Plan
@@ -225,7 +227,7 @@ class CountRefusal:
 @frozen
 class CountPrewarm:
     """Count a request that asks for no generation; its empty response follows. A later request may refer to
-    it by the name in `call`.
+    that response by the id in `call`.
     """
 
     call: ModelCallInfo
@@ -233,8 +235,8 @@ class CountPrewarm:
 
 @frozen
 class CountReplay:
-    """Count an undelivered response that is sent again. It stays undelivered until its last bytes are
-    written.
+    """Count an undelivered response that is sent again. The response remains undelivered until its last bytes
+    are written.
     """
 
 
@@ -247,8 +249,8 @@ class KeepResponse:
 
 @frozen
 class Send:
-    """Send bytes of a stream; the first open it with `content_type`. `alone`: write them in a chunk of their
-    own, which some clients require.
+    """Send bytes of a stream. The first bytes open it with `content_type`. `alone`: write them in a chunk of
+    their own, which some clients require.
     """
 
     data: bytes
@@ -258,14 +260,17 @@ class Send:
 
 @frozen
 class EndStream:
-    """End the stream properly: it is whole, or its last bytes report the failure in the way of its API."""
+    """End the stream properly. Either it is whole, or its last bytes report the failure in the way of its
+    API.
+    """
 
 
 @frozen
 class Break:
-    """Break the connection: the stream is not whole, and no client may read it as whole."""
+    """Break the connection: the stream is not whole, and no client may take it for a whole one."""
 
 
-Outgoing = Send | EndStream | Break | Reply  # a Reply is a whole response, only ever before the first Send
+# A Reply is a whole response. It only ever comes before the first Send.
+Outgoing = Send | EndStream | Break | Reply
 Bookkeeping = RecordTurn | Abandon | CountRefusal | CountPrewarm | CountReplay | KeepResponse
 Command = PlanTurns | Render | StartGeneration | Bookkeeping | Outgoing

@@ -1,19 +1,20 @@
-"""The model endpoint: the providers' routes for harnesses that hold a session's key.
+"""The model endpoint: the providers' routes, for harnesses that hold a session's key.
 
 It is plain ASGI because the status of a response is chosen as late as its first bytes, and a stream is two
-tasks around one exchange; a framework's response object would cut that in two. It serves nothing that a
+tasks around one exchange. A framework's response object would separate the two. It serves nothing that a
 trainer uses.
 
 Invariants. Every response has the provider's own shape, refusals included. No request with a right key is
 refused before its body was read, because clients do not read while they send. The endpoint of captures
-accepts only keys of captures, and the bodies of each capture have a budget of their own; one that other
-machines reach answers nothing else to whoever has no key, and tells nobody which keys there were.
+accepts only keys of captures, and the bodies of each capture have a budget of their own. If other machines
+reach that endpoint, a client without a key of a capture gets the same refusal everywhere, and learns nothing
+about the keys there were.
 
-What one request may cost is limited by the context of its model. A request is refused before the work that
-its size would cause: its bytes while they arrive, its parts before they are parsed, its letters before they
-are rendered. What is refused here could not fit the context, so the refusal is that of a prompt that is too
-long, on which harnesses compact. `RequestLimits` is pure, and free for a request of the usual size: one
-comparison each.
+The context of the model limits what one request may cost. A request is refused before the work that its size
+would cause: its bytes while they arrive, its parts before they are parsed, its characters before they are
+rendered. What is refused here could not fit the context, so the refusal is that of a prompt that is too long,
+on which harnesses compact. `RequestLimits` is pure, and costs a request of the usual size one comparison for
+each limit.
 """
 
 import re
@@ -64,37 +65,38 @@ from polarnode.support.concurrency import ThreadShare
 
 # ── what one request may cost ───────────────────────────────────────────────────────────────────────
 
-# Characters of text for each token of the context. English has 4 to 5, source code 3, deep indentation 8; a
-# text that needs more is made of long runs of one character.
+# The characters of text accepted for each token of the context. English has 4 to 5 per token, source code 3,
+# deep indentation 8. A text that has more consists of long runs of one character.
 CHARS_PER_TOKEN: Final = 16
-# The usual length of a token, in characters or bytes, for the size named in a refusal.
+# The usual length of a token in characters or bytes, for the estimate of the size in a refusal.
 TYPICAL_TOKEN: Final = 4
-# Images in tool results, which this node replaces by a sentence: three of 5 MB, the largest that Anthropic's
-# API takes.
+# Room for images in tool results, which this node replaces by a sentence: three images of 5 MB, the largest
+# that Anthropic's API accepts.
 IMAGES_BYTES: Final = 16 << 20
-BODY_BYTES: Final = 64 << 20  # for any context
-# Marks of JSON (quotes, commas, opening brackets), in texts or between values. Parsing holds the event loop,
-# for 0.1 s with so many; a message has about seven.
+BODY_BYTES: Final = 64 << 20  # the limit for a context of any length
+# The limit on JSON's marks (quotes, commas, opening brackets), inside texts or between values. Parsing a body
+# with this many blocks the event loop for 0.1 s; a message has about seven.
 MARKS: Final = 1_000_000
-MARKS_PER_TOKEN: Final = 2  # of a longer context; texts of minified JSON have one and a half
+MARKS_PER_TOKEN: Final = 2  # The limit per token of a longer context. Minified JSON has one and a half.
 _MARKS: Final = (b'"', b",", b"{", b"[")
-# Of a schema, regular expression or grammar. xgrammar compiles a list of 8,000 words in 40 ms, but optional
-# members in cubic time: 600 in 0.3 s, 1,200 in 2.7 s.
+# Limits on a schema, regular expression or grammar. xgrammar compiles a list of 8,000 words in 40 ms, but
+# needs cubic time for optional members: 600 take 0.3 s, 1,200 take 2.7 s.
 CONSTRAINT_CHARS: Final = 64_000
 CONSTRAINT_MEMBERS: Final = 500
-# Repetitions and optional parts of a regular expression, or of a rule of a grammar, which are compiled in
-# cubic time too: 200 in 5 s at 150,000 tokens, and an external engine may compile them in its own loop. An
-# email address has ten.
+# The limit on repetitions and optional parts of a regular expression, or of one rule of a grammar. They too
+# are compiled in cubic time: 200 take 5 s for a vocabulary of 150,000 tokens, and an external engine may
+# compile them in its own event loop. The pattern of an email address has ten.
 CONSTRAINT_REPEATS: Final = 200
-CONSTRAINT_NESTING: Final = 200  # brackets within each other, which compilers follow by recursion
-# escapes and classes of a regular expression, and quoted text and comments of EBNF; what is not closed ends
-# with the text, so that each letter is read once
+CONSTRAINT_NESTING: Final = 200  # The limit on nested brackets, which compilers follow by recursion.
+# These patterns match the escapes and character classes of a regular expression, and the quoted text and
+# comments of EBNF. A part that is not closed ends with the text, so that each character is read once.
 _LITERAL: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
 _QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|' + _LITERAL.pattern + r"|#[^\n]*", re.DOTALL)
-_REPEAT: Final = re.compile(r"(?<!\()[*+?]|\{\d")  # behind a bracket `?` says what kind of group it is
-# Bodies of one session that are read at once, in the longest one's size; and of all sessions together. What a
-# body takes of the node's share begins after its first bytes: a request of the usual size is never refused
-# because of another session.
+# After an opening bracket, `?` only names the kind of group.
+_REPEAT: Final = re.compile(r"(?<!\()[*+?]|\{\d")
+# The bodies that may be read at once for one session and for all sessions together, counted in the size of
+# the longest body. A body takes of the node's share only after its first bytes, so a request of the usual
+# size is never refused because of another session.
 SESSION_BODIES: Final = 2
 NODE_BODIES: Final = 8
 
@@ -105,7 +107,7 @@ class RequestLimits:
 
     context_length: int
     body_bytes: int = field(init=False)
-    chars: int = field(init=False)  # of all texts of a conversation
+    chars: int = field(init=False)  # the limit on the characters of all texts of a conversation
 
     def __attrs_post_init__(self) -> None:
         chars = CHARS_PER_TOKEN * self.context_length
@@ -113,16 +115,16 @@ class RequestLimits:
         object.__setattr__(self, "body_bytes", min(BODY_BYTES, chars + IMAGES_BYTES))
 
     def check_body(self, body: bytes) -> None:
-        """Raise ContextTooLong for more parts than a parser may be given."""
+        """Raise ContextTooLong for a body with more parts than a parser may be given."""
         most = max(MARKS, MARKS_PER_TOKEN * self.context_length)
         if len(body) > most and marks_of(body) > most:
             raise self.too_long(len(body))
 
     def check_conversation(self, conversation: Conversation, *, body_bytes: int) -> None:
-        """Raise ContextTooLong for more messages or letters than any prompt of this context has. O(messages),
-        for a body of `body_bytes` in which they could be.
+        """Raise ContextTooLong for a conversation with more messages or characters than any prompt of this
+        context has. A short body of `body_bytes` cannot hold so many, and is not examined. O(messages).
         """
-        if body_bytes <= self.chars:  # a message takes 16 bytes and more, a letter at least one
+        if body_bytes <= self.chars:  # A message takes at least 16 bytes, a character at least one.
             return
         chars = sum(map(_chars, conversation.messages))
         for tool in conversation.tools:
@@ -137,12 +139,12 @@ class RequestLimits:
 
 
 def marks_of(body: bytes) -> int:
-    """How many marks of JSON stand in a body, at C's speed."""
+    """Count the marks of JSON in a body, at the speed of C."""
     return sum(map(body.count, _MARKS))
 
 
 def check_constraint(constraint: Constraint) -> None:
-    """Raise Refused for a constraint that an engine would compile for longer than it answers."""
+    """Raise Refused for a constraint whose compilation would take the engine longer than the answer."""
     fault = next(_constraint_faults(constraint), None)
     if fault is not None:
         raise Refused(fault, path=constraint.path)
@@ -204,10 +206,12 @@ def _chars(message: Message) -> int:
 
 # ── model plane ────────────────────────────────────────────────────────────
 
-ANY_SESSION: Final = "any"  # the folder of requests to an endpoint of no one session
-READERS: Final = 2  # threads that read long bodies; reading holds the GIL, so more only delay the loop
-# after a longer body the memory that is free is given back, in milliseconds of a thread; a prompt of 100k
-# tokens is shorter
+ANY_SESSION: Final = "any"  # The folder for recordings of an endpoint that serves every session.
+# The number of threads that read long bodies. Reading holds the GIL, so more threads would only delay the
+# event loop.
+READERS: Final = 2
+# After a longer body the node gives free memory back to the system, which takes a thread some milliseconds. A
+# prompt of 100k tokens is shorter.
 LARGE_BYTES: Final = 512 << 10
 
 _ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
@@ -240,14 +244,15 @@ class _Request:
 
 @define(eq=False, kw_only=True)
 class ModelPlane:
-    """The routes of one node. `app_for` returns the app of one session's model endpoint."""
+    """The providers' routes of one node. `app_for` returns the app of one session's model endpoint."""
 
     sessions: LiveSessions
     model: Model
-    recordings: Recordings | None = None  # writes every request and its response; None: no recording
+    # It writes every request and its response; None: nothing is recorded.
+    recordings: Recordings | None = None
     _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
     _limits: RequestLimits = field(init=False)
-    _bodies: BodyBudget = field(init=False)  # of all endpoints
+    _bodies: BodyBudget = field(init=False)  # the budget of all endpoints together
 
     def __attrs_post_init__(self) -> None:
         self._limits = RequestLimits(self.model.context_length)
@@ -274,7 +279,9 @@ class ModelPlane:
         return endpoint
 
     def _admit(self, scope: HTTPScope, endpoint: str | None) -> None:
-        """Let the connection keep its place on a full socket when its request has a key of this endpoint."""
+        """Mark the connection as admitted when its request has a key of this endpoint, so that it is not
+        closed when the socket is full.
+        """
         place = place_of(scope)
         if place is None or place.admitted:
             return
@@ -315,15 +322,15 @@ class ModelPlane:
                     assert_never(answer)
         finally:
             if large:
-                answer = None  # what was read of the body is free too
+                answer = None  # This frees what was read from the body as well.
                 with trio.CancelScope(shield=True):  # milliseconds
                     await give_back_memory()
 
     async def _answer(
         self, scope: HTTPScope, body: Body, endpoint: str | None
     ) -> Reply | Incoming | ClientDisconnected:
-        """The reply to a request, or the call to run for it. The body is released here: a call may last
-        minutes and keeps only what was read from the body.
+        """The reply to a request, or the call to run for it. The body is released here, because a call may
+        last minutes and needs only what was read from the body.
         """
         if isinstance(body, ClientDisconnected):
             return body
@@ -349,8 +356,8 @@ class ModelPlane:
                 assert_never(found.operation)
 
     def _unread(self, found: Route, body: TooLarge | Overloaded | TooSlow) -> Fault:
-        """The fault of a body that was not kept. One that is too large has too long a prompt, or images that
-        harnesses drop when they compact.
+        """The fault of a body that was not kept. A body that is too large has a prompt that is too long, or
+        images, which harnesses drop when they compact.
         """
         match body:
             case TooLarge() if found.operation in ("models", "model"):
@@ -365,7 +372,7 @@ class ModelPlane:
                 assert_never(body)
 
     def _listed(self, request: _Request) -> Reply:
-        """The list of models, which needs no key (hermes probes without one); a wrong key is refused."""
+        """The list of models. It needs no key, because hermes asks without one. A wrong key is refused."""
         dialect = request.route.dialect
         session = self._session(request)
         if isinstance(session, Fault) and session_keys(request.target, request.headers):
@@ -376,8 +383,8 @@ class ModelPlane:
         )
 
     async def _counted(self, request: _Request) -> Reply:
-        """The number of tokens of a request's prompt, rendered after the turn it extends. Nothing is
-        recorded.
+        """The number of tokens of a request's prompt, rendered after the turn that the request extends.
+        Nothing is recorded.
         """
         dialect = request.route.dialect
         session = self._session(request)
@@ -415,8 +422,8 @@ class ModelPlane:
         return Incoming(session=session, dialect=dialect, request=read, key=key)
 
     def _session(self, request: _Request) -> LiveSession | Fault:
-        """The session of the first key that this endpoint accepts. A key whose session is over gets
-        SESSION_OVER.
+        """The session of the first key that this endpoint accepts. The fault is SESSION_OVER for the key of a
+        session that has ended.
         """
         keys = session_keys(request.target, request.headers)
         if (session := self.sessions.at_endpoint(request.endpoint, keys)) is not None:
@@ -429,7 +436,7 @@ class ModelPlane:
         )
 
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
-        """Read the body as a request, with its key. Raises Refused with the path of the field."""
+        """Read the body as a request; return it with its key. Raises Refused with the path of the field."""
         session.large |= len(request.body) > LARGE_BYTES
         read = partial(_read, request, session, self.model, self._limits)
         share = ThreadShare(session.threads, self._readers)
@@ -467,7 +474,8 @@ def _read(
     read = regrouped(read, session.lineages.references)
     kept = held_request(read, headers=model.family.harmony is not None)
     session.lineages.prepare(kept.conversation)
-    # of what was read: what the node leaves out of a prompt makes no other request
+    # The key covers the request as it was read, so that parts which the node leaves out of the prompt do not
+    # make it another request.
     key = request_key(kept, found.operation)
     return kept, key, thread_time() - began
 
@@ -478,12 +486,12 @@ def _json(body: bytes) -> Reply:
 
 # ── endpoint of captures ────────────────────────────────────────────────────────────
 
-# not a session id: a client without a key is served what needs none, and refused the rest
+# This is no session id. A client without a key gets what needs none, and is refused the rest.
 NOBODY: Final = ""
 _MANY_KEYS: Final = Fault(
     kind="overloaded",
     message="too many wrong keys came from this address: send the key of a capture that is open",
-    retry_after_s=5,  # in which a hundred tries come back
+    retry_after_s=5,  # In 5 s an address regains a hundred tries.
 )
 _MANY_CONNECTIONS: Final = Fault(
     kind="overloaded",
@@ -491,17 +499,19 @@ _MANY_CONNECTIONS: Final = Fault(
     retry_after_s=1,
 )
 _CLOSE: Final = ("connection", "close")
-# any `Host`: a page that rebinds its name to this machine has no key
+# Any `Host` is accepted, because a page that rebinds its name to this machine has no key.
 GUARD: Final = BrowserGuard(any_host=True)
-ENDPOINTS: Final = 1_000  # cached: more than a node has open captures; a dropped one is made again
+# The number of cached endpoints, more than a node has open captures. A dropped endpoint is made again.
+ENDPOINTS: Final = 1_000
 
 
 @define(eq=False)
 class CaptureEndpoint:
-    """An ASGI app in front of a model plane whose sessions are captures. What a web page of another origin
-    sends is refused before its body is read, and so are an address's wrong keys beyond its tries.
+    """An ASGI app in front of a model plane whose sessions are captures. It refuses what a web page of
+    another origin sends before its body is read, and an address that has tried too many wrong keys.
 
-    `public`: other machines reach it. Who has no key of an open capture gets the same 401 for every route.
+    `public`: other machines reach it. A client without the key of an open capture then gets the same 401 for
+    every route.
     """
 
     plane: ModelPlane
@@ -517,7 +527,9 @@ class CaptureEndpoint:
         if live is None and (keys or self.public):
             over = place is not None and not place.try_key()
             if over or self.public:
-                # closing makes the next try cheap where it needs a handshake, and dear elsewhere
+                # On HTTPS the connection is closed, because the server then drops the address's next
+                # connection before its handshake, which is cheap. On plain HTTP a new connection would cost
+                # more than a request on this one.
                 whole = not (over and scope["scheme"] == "https") and await drained(receive)
                 fault = _MANY_KEYS if over else _UNKNOWN_KEY
                 refused = _fault_reply(scope, fault, *(() if whole else (_CLOSE,)))
@@ -542,7 +554,7 @@ def _keys(scope: HTTPScope) -> tuple[str, ...]:
 
 
 def _fault_reply(scope: HTTPScope, fault: Fault, *headers: tuple[str, str]) -> Reply:
-    """A fault in the shape of the API that a request speaks, whether or not it has a route."""
+    """A fault in the format of the API that a request uses, whether or not the request has a route."""
     names = header_map(scope["headers"])
     found = route(scope["method"], scope["path"], names)
     reply = (found.dialect if found else not_found_dialect(scope["path"], names)).error(fault)

@@ -1,11 +1,12 @@
-"""The answers that a fork has from its parent: what the parent's turns answered, given again while the fork
-asks what the parent asked.
+"""The answers that a fork takes from its parent: what the parent's turns answered is given again while the
+fork asks what the parent asked.
 
-Synchronous, without a clock. A turn is given again only where a request stands where it stood: the same
-number, the same path, the same prompt to the token, and nothing else in progress. At the first request for
-which that does not hold, or at the turn that the fork was asked to begin with, it is over for good, and the
-engine samples. The request of that turn is compared too: what the agent did before it may have come out
-otherwise. Invariant: the turns given again are those with an index below `got`, without a gap.
+Synchronous, without a clock. An answer is given again only where the request is the one of the parent's turn:
+the same number, the same path, the same prompt to the token, and no other call in progress. At the first
+request for which that does not hold, or at the turn at which the fork is to begin, this ends for good, and
+the engine samples from then on. The request of that turn is compared too, because the agent's earlier actions
+may have had other results. Invariant: the turns given again are those with an index below `got`, without a
+gap.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +20,16 @@ from polarnode.core.trajectory import Turn
 from polarnode.merge.attach import Plan
 from polarnode.merge.fingerprint import Path
 
-SHOWN = 80  # characters of a message in a sentence: a path, a date or a number, and what is around it
-AROUND = 20  # of them before the first that differs
+# The characters of a message that a sentence shows: a path, a date or a number, and what is around it.
+SHOWN = 80
+AROUND = 20  # How many of them precede the first that differs.
 
 
 @define(eq=False)
 class InheritedAnswers:
     """The answers of a parent's turns below `turn`; `turns` has turn `turn` as well, where it is recorded.
-    `on_end` is called once, with how many were given again and the first difference in words (None: the fork
-    is in the parent's state), before anything else is sampled.
+    `on_end` is called once, before anything else is sampled, with the number of answers given again and the
+    first difference in words (None: the fork is in the parent's state).
     """
 
     turns: dict[int, Turn]
@@ -40,8 +42,8 @@ class InheritedAnswers:
         self.turns = {index: turn for index, turn in self.turns.items() if index <= self.turn}
 
     def take(self, plan: Plan, order: GenerateOrder, *, alone: bool) -> Turn | None:
-        """The parent's turn whose answer this request is given; None where the engine samples, now and from
-        now on.
+        """The parent's turn whose answer this request is given. None where the engine samples, for this
+        request and every later one.
         """
         if self.over:
             return None
@@ -75,7 +77,7 @@ class InheritedAnswers:
 
 
 def _words(plan: Plan, recorded: Turn) -> str:
-    """The first message that a request has otherwise than the record."""
+    """Describe the first message in which a request differs from the record."""
     new = () if recorded.new_messages is None else recorded.new_messages.messages
     first = recorded.matched or 0
     if plan.matched != first:
@@ -104,14 +106,15 @@ def _around(one: str, other: str) -> tuple[str, str]:
 
 
 def chunk_of(turn: Turn, order: GenerateOrder) -> Chunk:
-    """A recorded answer as an engine would give it whole, with its alternatives if it has as many as the call
-    asks for.
+    """A recorded answer as an engine would return it whole. It has top logprobs if the record has as many as
+    the call asks for.
     """
     top = turn.top if turn.top is not None and turn.top.k >= order.top_logprobs else None
     return Chunk(
         ids=turn.sampled,
         logprobs=turn.logprobs,
-        # what else ended it (a stop string, the one call that was asked for) is seen again as it is read
+        # Other ends (a stop string, the one call that was asked for) are found again when the answer is
+        # parsed.
         finish_reason="length" if turn.finish_reason == "length" else "stop",
         version_spans=turn.version_spans,
         cached_tokens=turn.usage.cached_tokens,

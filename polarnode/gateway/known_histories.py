@@ -1,11 +1,11 @@
-"""What a session's requests repeat: each brings its whole history again, so what it takes to read one is
-known from the request before.
+"""How long a session's next request takes to read. Each request repeats the session's whole history, so the
+request before it tells.
 
-A request is read in place where a thread would not help. Reading holds the GIL, so a thread lets the loop go
-on only after the GIL's switch interval (5 ms), and each change of threads costs the node some 0.3 ms under
-load. What a body takes to read depends on what stands in it, which only its sender knows; but a body that
-begins as an earlier one takes about as long as that did, and its new part is short. Digests of its beginnings
-prove it.
+A request is read in the event loop where a thread would not help. Reading holds the GIL, so with a thread the
+event loop waits for the GIL's switch interval (5 ms), and each change of threads costs the node some 0.3 ms
+under load. How long a body takes to read depends on its content, which only its sender knows. But a body that
+begins like an earlier one takes about as long as that one did, and its new part is short. Digests of its
+beginnings prove that it does.
 """
 
 from collections.abc import Sequence
@@ -16,26 +16,32 @@ from attrs import define, field, frozen
 
 from polarnode.support.bounded import remember
 
-STEP_BYTES: Final = 16 << 10  # of a body between two digests: a turn of an agent has about 4 KiB
-NEW_BYTES: Final = 32 << 10  # of a body that were never read: about 1 ms, 10 ms at the worst
-# a longer body is hashed in a thread too: a prompt of 128k tokens is twice as long, and its tools run minutes
+STEP_BYTES: Final = 16 << 10  # The bytes of a body between two digests. A turn of an agent has about 4 KiB.
+# The bytes of a body that may be new. They take about 1 ms to read, 10 ms at the worst.
+NEW_BYTES: Final = 32 << 10
+# A longer body is read and hashed in a thread. A prompt of 128k tokens is twice as long, and an agent with
+# such a prompt runs tools for minutes.
 KNOWN_BYTES: Final = 256 << 10
-KNOWN_S: Final = 0.003  # that reading the earlier request took: of 256 KiB it is 2 ms
-_BYTES: Final = 16  # of a digest: two bodies of a session never share it by chance
-HISTORIES: Final = 8  # kept for a session: harnesses interleave up to four agents; 300 bytes each
+# The seconds that reading the earlier request may have taken. A body of 256 KiB takes 2 ms.
+KNOWN_S: Final = 0.003
+_BYTES: Final = 16  # The length of a digest. Two bodies of a session never share one by chance.
+# The number kept for a session, at 300 bytes each. Harnesses interleave up to four agents.
+HISTORIES: Final = 8
 
 
 @frozen
 class BodyDigest:
-    """The digests of a body: `steps` identify its beginnings, one of each STEP_BYTES."""
+    """The digests of a body. `steps` identify its beginnings, one for every STEP_BYTES."""
 
     size: int
     steps: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, body: bytes, operation: str) -> "BodyDigest":
-        """Of a body for one operation of a dialect, which reads it in its own way. O(bytes)."""
-        # the processors of servers have instructions for it, with which it takes half of blake2b's time
+        """The digests of a body for one operation of a dialect. Each operation reads a body in its own way.
+        O(bytes).
+        """
+        # Server processors have instructions for SHA-256, with which it takes half the time of blake2b.
         digest, steps = sha256(f"{operation}\0".encode(), usedforsecurity=False), []
         view = memoryview(body)
         for start in range(0, len(body) // STEP_BYTES * STEP_BYTES, STEP_BYTES):
@@ -51,20 +57,20 @@ class KnownHistories:
     _kept: dict[bytes, tuple[tuple[bytes, ...], float]] = field(factory=dict, init=False)
 
     def is_short(self, digest: BodyDigest) -> bool:
-        """Whether a request is read in place."""
+        """Whether a request is read quickly enough for the event loop."""
         if digest.size <= NEW_BYTES:
             return True
         steps, seconds = self._kept.get(digest.steps[0], ((), 0.0))
         return digest.size <= STEP_BYTES * _shared(steps, digest.steps) + NEW_BYTES and seconds <= KNOWN_S
 
     def note(self, digest: BodyDigest, seconds: float) -> None:
-        """A request was read, which took so many seconds of CPU."""
+        """Remember that reading a request took this many CPU seconds."""
         if digest.steps:
             remember(self._kept, digest.steps[0], (digest.steps, seconds), most=HISTORIES)
 
 
 def _shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """How many steps two bodies have in common. A step's digest covers all before it."""
+    """How many steps two bodies have in common. The digest of a step covers everything before it."""
     shared = min(len(one), len(other))
     while shared and one[shared - 1] != other[shared - 1]:
         shared -= 1

@@ -1,8 +1,8 @@
 """Sessions that may call the model: their keys, their budgets, their undelivered responses, and how their
-calls end with them.
+calls end when they end.
 
 Invariants. A turn is recorded in `LiveSession.commit` and nowhere else, synchronously, because a checkpoint
-between "sampled" and "recorded" is where turns get lost. A key belongs to one session permanently: after the
+between "sampled" and "recorded" is where turns get lost. A key belongs to one session for ever: after the
 session its key is refused as ended, not as unknown. Every table here has a limit, with the reason beside it.
 """
 
@@ -41,21 +41,21 @@ logger = logging.getLogger(__name__)
 
 # ── retries ────────────────────────────────────────────────────────────
 
-# time for the end of an earlier call to be noticed: milliseconds on a loopback socket; a legitimate duplicate
-# waits this long once
+# The seconds that a call waits for an earlier call with the same body to end. On a loopback socket the end is
+# noticed within milliseconds. A legitimate duplicate waits this long once.
 TWIN_S: Final = 0.25
-# responses kept: one per parallel call whose client left (up to ten concurrent agents were observed). Each is
-# the text of one turn, and is requested again within minutes
+# The number of responses kept, one per parallel call whose client left (up to ten concurrent agents were
+# observed). Each is the text of one turn, and is requested again within minutes.
 UNDELIVERED: Final = 64
 
 
 @define(eq=False)
 class Attempt:
-    """One request for a body, until its response is sent. `earlier` has the end events of calls with the same
-    body that were in progress when it came.
+    """One request for a body, until its response is sent. `earlier` has the end events of the calls with the
+    same body that were in progress when it came.
 
-    `response` is what its client would be answered if it came again: what it took over from an attempt that
-    ended undelivered, then what it produced itself; None once delivered.
+    `response` is what its client gets if it sends the request again: first what this attempt took over from
+    one that ended undelivered, then what it produced itself; None once that is delivered.
     """
 
     earlier: tuple[trio.Event, ...]
@@ -64,14 +64,14 @@ class Attempt:
     response: UndeliveredResponse | CutCall | None = field(default=None, init=False)
 
     def take_over(self) -> UndeliveredResponse | CutCall | None:
-        """Take what an ended attempt with this body did not deliver: a whole response, or what was cut. No
-        other attempt finds it while this one is in progress.
+        """Take over what an ended attempt with this body did not deliver: a whole response, or a call that
+        was cut. No other attempt finds it while this one is in progress.
         """
         self.response = self._undelivered.pop(self._name, None)
         return self.response
 
     def keep(self, response: UndeliveredResponse | CutCall) -> None:
-        """Keep a response, or what was cut, until it is delivered."""
+        """Keep a response, or a call that was cut, until it is delivered."""
         self.response = response
 
     def delivered(self) -> None:
@@ -86,10 +86,10 @@ class Retries:
 
     Every harness sends the same request again after a time-out or a broken connection, on a new connection
     and sometimes before the end of the old one is noticed. A response is undelivered until its last bytes are
-    handed to the socket of a connected client. The same after that is a new request, because harnesses
-    also repeat a request after an answer they cannot use. So is the same beside one that is still being
-    answered, because harnesses also sample in parallel: an attempt's response is its own until the attempt
-    ends, and exactly one later attempt takes it over.
+    handed to the socket of a connected client. The same request after that is a new one, because harnesses
+    also repeat a request after an answer they cannot use. The same request beside one that is still being
+    answered is a new one too, because harnesses also sample in parallel. So an attempt's response is its own
+    until the attempt ends, and exactly one later attempt takes it over.
     """
 
     _undelivered: dict[str, UndeliveredResponse | CutCall] = field(factory=dict, init=False)
@@ -97,8 +97,8 @@ class Retries:
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[Attempt]:
-        """Mark a call as in progress until its response is sent. What it then has not delivered is kept for
-        the next attempt; beyond UNDELIVERED the oldest is dropped.
+        """Mark a call as in progress until its response is sent. What it has not delivered by then is kept
+        for the next attempt; beyond UNDELIVERED the oldest is dropped.
         """
         ended, twins = trio.Event(), self._in_progress.setdefault(name, [])
         attempt = Attempt(tuple(twins), self._undelivered, name)
@@ -115,8 +115,8 @@ class Retries:
 
 
 async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
-    """Wait for earlier calls to end, at most TWIN_S: a connected client may legitimately send the same body
-    twice.
+    """Wait for earlier calls to end, for TWIN_S at most, because a connected client may legitimately send the
+    same body twice.
     """
     with trio.move_on_after(TWIN_S):
         for ended in earlier:
@@ -125,24 +125,27 @@ async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
 
 # ── sessions ─────────────────────────────────────────────────────────
 
-# time for calls to record what they have: immediate, unless the event loop itself is blocked
+# The seconds that calls have to record what they sampled. They do so at once, unless the event loop itself is
+# blocked.
 CLOSING_S: Final = 5.0
-# answers a session may refer to by name: more than the longest session observed (1,000 turns); each is kept
-# as a difference
+# The number of answers that a session may refer to by name, more than the longest session observed (1,000
+# turns). Each is kept as a difference.
 REMEMBERED: Final = 2_000
-# and their size: the text of eight conversations of 1M tokens, or two requests with three images of 5 MB
+# The limit on their size: the text of eight conversations of 1M tokens, or two requests with three images of
+# 5 MB each.
 REMEMBERED_BYTES: Final = 32 << 20
-# samples of a session in progress, waiting ones included: twice the connections of its endpoint, so that
-# calls of one sample are never refused; a waiting one costs some 20 KB beside its prompt
+# The limit on a session's samples in progress, waiting ones included: twice the connections of its endpoint,
+# so that calls of one sample are never refused. A waiting sample costs some 20 KB beside its prompt.
 SAMPLES: Final = 512
-# prompt tokens of a session's calls in progress: 32 prompts of 128k tokens, more than the ten agents observed
-# at once; 4 bytes each as ids and about as many again as text
+# The limit on the prompt tokens of a session's calls in progress: 32 prompts of 128k tokens, more than the
+# ten agents observed at once. A token takes 4 bytes as an id and about as many again as text.
 PROMPT_TOKENS: Final = 4 << 20
-# and where the context is longer, so many whole ones
+# Where the context is longer, this many whole contexts are the limit.
 CONTEXTS: Final = 16
-BUSY_S: Final = 1  # seconds until a refused call may find a place: the shortest that `Retry-After` can name
-# keys of ended sessions still answered 410: about 200 bytes each; a harness that outlives its session calls
-# within minutes
+# The seconds after which a refused call may find room: the shortest time that `Retry-After` can name.
+BUSY_S: Final = 1
+# The number of keys of ended sessions that are still answered with 410, at about 200 bytes each. A harness
+# that outlives its session calls again within minutes.
 KEPT_KEYS: Final = 10_000
 
 
@@ -158,9 +161,10 @@ class Counters:
     """What a session has used. `turns` counts every recorded turn, including `failed`, `partial`, `resumed`
     and inherited ones.
 
-    `failed` are those that the engine failed, not those that it refused. `replayed` counts responses sent
-    again, `prewarmed` requests for no generation; neither is a turn. `charged` of the turns count against the
-    budget: not those that the engine failed, nor those by which a client that left asks again.
+    `failed` are the turns that the engine failed, not those that it refused. `replayed` counts responses that
+    were sent again, `prewarmed` requests for no generation; neither is a turn. `charged` counts the turns
+    that count against the budget. The turns that the engine failed do not, and neither do the turns of a
+    client that left and asks again.
     """
 
     turns: int = 0
@@ -168,19 +172,20 @@ class Counters:
     failed: int = 0
     partial: int = 0
     resumed: int = 0
-    waited_s: float = 0.0  # until the engine took them, over all samples
+    waited_s: float = 0.0  # seconds until the engine took them, summed over all samples
     replayed: int = 0
     prewarmed: int = 0
     sampled_tokens: int = 0
-    inherited_tokens: int = 0  # sampled by a fork's parent
-    last_turn: float | None = None  # when the last one was recorded, on its owner's clock
-    refusals: Counter[str] = field(factory=Counter)  # by the fault's kind
+    inherited_tokens: int = 0  # those that a fork's parent sampled
+    last_turn: float | None = None  # when the last turn was recorded, on its owner's clock
+    refusals: Counter[str] = field(factory=Counter)  # by the kind of fault
 
 
 @define(eq=False)
 class SessionMemory:
-    """What a session's dialects keep for later requests: the last REMEMBERED values, of REMEMBERED_BYTES
-    together. The last two are kept whatever their size: an answer, and where the next one looks for it.
+    """What a session's dialects keep for later requests: the last REMEMBERED values, with REMEMBERED_BYTES
+    together at most. The last two are kept whatever their size: an answer, and the index in which the next
+    request looks for it.
     """
 
     _kept: dict[str, Json] = field(factory=dict, init=False)
@@ -188,7 +193,7 @@ class SessionMemory:
     _bytes: int = field(default=0, init=False)
 
     def recall(self, name: str) -> Json | None:
-        """The value kept under a name; None when it was never kept or has been dropped."""
+        """The value kept under a name. None if it was never kept or has been dropped."""
         return self._kept.get(name)
 
     def keep(self, name: str, value: Json) -> None:
@@ -205,8 +210,8 @@ class SessionMemory:
 
 
 def _size(value: Json) -> int:
-    """The bytes of memory of a value's texts, which are nearly all of it. Recursion ends: values are built by
-    dialects, three levels deep.
+    """The bytes of memory that a value's texts take, which are nearly all of it. The recursion is bounded,
+    because dialects build these values, three levels deep.
     """
     match value:
         case dict():
@@ -217,7 +222,7 @@ def _size(value: Json) -> int:
             return getsizeof(value)
 
 
-SpentClock = Literal["turns", "tokens", "repeats"]  # the budgets that refuse a call
+SpentClock = Literal["turns", "tokens", "repeats"]  # the budgets because of which a call is refused
 
 
 @define(eq=False)
@@ -226,9 +231,9 @@ class LiveSession:
     writes a turn to the journal synchronously.
 
     `on_spent` is called once, when the first call is refused because the budget of turns, tokens or repeats
-    is spent; `spent_clock` then names that budget. It is called too when a resumed session is refused
-    (`resumed`). `on_held` is awaited for each call once its prompt is rendered, before the engine is asked:
-    the harness waits meanwhile. It raises nothing of its own.
+    is spent; `spent_clock` then names that budget. It is also called when a session whose harness was resumed
+    is refused (`resumed`). `on_held` is awaited for each call once its prompt is rendered, before the engine
+    is asked; the harness waits meanwhile. It raises nothing of its own.
     """
 
     session_id: str
@@ -239,31 +244,38 @@ class LiveSession:
     record: Callable[[Turn], None]
     on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
     on_held: Callable[[Plan, ModelRequest], Awaitable[None]] | None = field(default=None, kw_only=True)
-    adapter: str = field(default="", kw_only=True)  # the name of the adapter that samples; "" for the base
-    # whether its harness runs no call of a cut answer, and is told that the answer ended with its calls
+    # the name of the adapter that samples; empty for the base model
+    adapter: str = field(default="", kw_only=True)
+    # Whether the client is told that a cut answer ended with its calls, because its harness runs no call of a
+    # cut answer.
     calls_first: bool = field(default=False, kw_only=True)
-    resumed: ResumedSession | None = field(default=None, kw_only=True)  # of one whose harness is resumed
-    # what its harness has in its memory where that is a copy: accepted at its own endpoint alone
+    # set for a session whose harness is resumed
+    resumed: ResumedSession | None = field(default=None, kw_only=True)
+    # The key that a harness holds in its memory where the harness is a copy of its parent's processes. It is
+    # accepted at the session's own endpoint only.
     parent_key: str | None = field(default=None, kw_only=True, repr=False)
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
-    tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's, over all sessions
+    tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's counters, over all sessions
     counters: Counters = field(factory=Counters, kw_only=True)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
     parts: ReadParts = field(factory=ReadParts, init=False)
     histories: KnownHistories = field(factory=KnownHistories, init=False)
-    inherited: int = field(default=0, init=False)  # turns with a lower index are those of a fork's parent
-    _answers: InheritedAnswers | None = field(default=None, init=False)  # of a fork's parent, given again
+    inherited: int = field(default=0, init=False)  # Turns with a lower index come from a fork's parent.
+    # The answers of a fork's parent, which are given again.
+    _answers: InheritedAnswers | None = field(default=None, init=False)
     over: bool = field(default=False, init=False)
-    large: bool = field(default=False, init=False)  # its requests took memory that is worth giving back
+    # whether its requests took memory that is worth giving back
+    large: bool = field(default=False, init=False)
     spent_clock: SpentClock | None = field(default=None, init=False)
-    # its threads that read or render long requests: one, so that another session always finds a free one
+    # The limiter of its threads that read or render long requests. There is one, so that another session
+    # always finds a free thread.
     threads: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
-    # to the number of samples requested
+    # maps each call in progress to the number of samples requested
     _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)
-    # those of them that ask again for an answer that their client did not get
+    # the calls among them that repeat a request whose client did not get an answer
     _uncharged: dict[trio.CancelScope, int] = field(factory=dict, init=False)
-    # to the tokens of its prompt, once it is rendered
+    # maps each call to the tokens of its prompt, once that is rendered
     _prompts: dict[trio.CancelScope, int] = field(factory=dict, init=False)
     _call_ended: trio.Event = field(factory=trio.Event, init=False)
 
@@ -274,8 +286,8 @@ class LiveSession:
 
     @property
     def token_room(self) -> int | None:
-        """Tokens that may still be sampled; None without a budget. Calls in progress do not count until they
-        are recorded; what a fork inherited counts, because the state goes on.
+        """The tokens that may still be sampled; None without a budget. Calls in progress do not count until
+        they are recorded. What a fork inherited counts, because the fork continues the parent's state.
         """
         most, used = self.budgets.max_tokens, self.counters
         return None if most is None else max(0, most - used.sampled_tokens - used.inherited_tokens)
@@ -284,8 +296,8 @@ class LiveSession:
         self, messages: Sequence[Message] = (), *, samples: int = 1, charged: bool = True
     ) -> Fault | None:
         """Why a new call about `messages` is refused: the session is over, a budget has no room for its
-        samples, or too many are in progress. None when it is accepted. A call that is not `charged` asks
-        again for an answer that its client did not get, and needs no room in the budget of turns.
+        samples, or too many samples are in progress. None when it is accepted. A call that is not `charged`
+        repeats a request whose client did not get an answer, and needs no room in the budget of turns.
         """
         if self.over:
             return SESSION_OVER
@@ -314,7 +326,9 @@ class LiveSession:
             self.on_spent()
 
     def check_resumed(self, plan: Plan, conversation: Conversation) -> None:
-        """Raise ForkError, and have the session ended, where it does not begin as its fork says."""
+        """Raise ForkError, and have the session ended, if a resumed session begins otherwise than its fork
+        says.
+        """
         if self.resumed is not None:
             try:
                 self.resumed.check(plan, conversation)
@@ -324,8 +338,8 @@ class LiveSession:
 
     @contextmanager
     def call(self, scope: trio.CancelScope, *, samples: int = 1, charged: bool = True) -> Iterator[None]:
-        """Hold one call of `samples` samples in progress, in `scope`, which is cancelled when the session
-        closes. `charged`: they count against the budget of turns.
+        """Register one call of `samples` samples as in progress, in `scope`, which is cancelled when the
+        session closes. `charged`: the samples count against the budget of turns.
         """
         self._calls[scope] = samples
         if not charged:
@@ -343,8 +357,8 @@ class LiveSession:
             self._call_ended = trio.Event()
 
     def hold_prompt(self, scope: trio.CancelScope, tokens: int, *, context_length: int) -> None:
-        """Count the prompt of a call in progress until the call ends. Raises Busy where the session's
-        prompts would take more than their share of memory; a single prompt is always accepted.
+        """Count the prompt of a call in progress until the call ends. Raises Busy if the session's prompts
+        would take more than their share of memory; a single prompt is always accepted.
         """
         held, most = sum(self._prompts.values()), max(PROMPT_TOKENS, CONTEXTS * context_length)
         if held and held + tokens > most:
@@ -362,7 +376,7 @@ class LiveSession:
 
     def commit(self, turn: Turn, *, charged: bool = True) -> None:
         """Record a turn, however it ended: first in the lineages, where the next call finds it, then in the
-        journal. `charged`: it counts against the budget of turns.
+        journal. `charged`: the turn counts against the budget of turns.
         """
         self.lineages.commit(turn)
         if turn.index >= self.inherited:
@@ -386,9 +400,10 @@ class LiveSession:
     def inherit_answers(
         self, turns: Sequence[Turn], turn: int, on_end: Callable[[int, str | None], None]
     ) -> None:
-        """Answer the first calls with what a parent's `turns` below `turn` answered, while they are the same
-        calls; turn `turn`, where it is among them, is only compared. `on_end` is called before the first one
-        that is sampled anew, with the number of turns inherited and the first difference in words.
+        """Answer the first calls with the recorded answers of a parent's `turns` below `turn`, as long as the
+        calls are the same. Turn `turn` itself, if it is among them, is only compared. `on_end` is called
+        before the first call that is sampled anew, with the number of turns inherited and the first
+        difference in words.
         """
 
         def ended(got: int, differs: str | None) -> None:
@@ -402,13 +417,13 @@ class LiveSession:
         self._answers = InheritedAnswers({each.index: each for each in turns}, turn, ended)
 
     def begin_with(self, turns: Sequence[Turn], lineages: Lineages, *, inherited: int) -> None:
-        """Begin with another session's `turns` as this session's: they are recorded now, and the next call
-        extends them. Those with an index below `inherited` are trained in another session. `lineages` has
-        been restored from them.
+        """Begin with another session's `turns` as this session's. They are recorded now, and the next call
+        extends them. Turns with an index below `inherited` are trained in another session. `lineages` has
+        been restored from the turns.
         """
         self.lineages, self.inherited = lineages, inherited
-        # by request, how often an answer that its client did not get was asked for again without a token
-        # more: as when they ran, all of it is one turn of the budget
+        # Maps a request to how often it was repeated, because its client left, without a further token. As
+        # when the turns ran, all these repeats are one turn of the budget.
         owed: dict[tuple[str, str, str], int] = {}
         for turn in turns:
             name = (turn.provider, Path.read(turn.before_key).agent, turn.request_key)
@@ -420,8 +435,9 @@ class LiveSession:
                 owed.pop(name, None)
 
     def cut_answer(self, index: int, name: str, *, created: int) -> UndeliveredResponse | None:
-        """What a cut turn sampled, under this name, as the answer to its request that comes again when no
-        token may be sampled any more, because other calls took them: it ends there.
+        """The answer to a repeated request whose cut turn cannot go on, because other calls took the last
+        tokens of the budget. It is what the cut turn sampled, under the response id `name`, and it ends
+        there.
         """
         turn = next((turn for turn in self.lineages.turns if turn.index == index), None)
         if turn is None or turn.answer is None:
@@ -435,14 +451,14 @@ class LiveSession:
         )
 
     def inherited_answer(self, plan: Plan, order: GenerateOrder) -> Turn | None:
-        """The turn of a fork's parent whose answer this call is given; None where the engine samples."""
+        """The turn of a fork's parent whose answer this call gets. None where the engine samples."""
         if self._answers is None:
             return None
         return self._answers.take(plan, order, alone=sum(self._calls.values()) == 1)
 
     async def close(self) -> None:
-        """Refuse new calls and end those in progress; each records what it has. Idempotent. Returns after at
-        most CLOSING_S.
+        """Refuse new calls and end those in progress; each records what it has sampled. Idempotent. Returns
+        after CLOSING_S at most.
         """
         self.over = True
         for scope in self._calls:
@@ -476,7 +492,7 @@ class LiveSession:
         }
 
     def _spent(self, messages: Sequence[Message], samples: int) -> SpentClock | None:
-        """The budget without room for `samples` more."""
+        """The budget that has no room for `samples` more; None if all have."""
         turns = self.counters.charged + sum(self._calls.values()) - sum(self._uncharged.values())
         if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
             return "turns"
@@ -485,8 +501,9 @@ class LiveSession:
         return "repeats" if self._repeats(messages) else None
 
     def _repeats(self, messages: Sequence[Message]) -> bool:
-        """Whether a conversation loops, or one did and its call was refused: then the whole run ends, not
-        only the sub-agent that looped. Turns that came with the first request are not this session's.
+        """Whether a conversation loops, or one looped before and its call was refused. Then the whole run
+        ends, not only the sub-agent that looped. Turns that came with the first request are not this
+        session's.
         """
         most = self.budgets.max_repeats
         if most is None or self.counters.charged < most:
@@ -509,7 +526,7 @@ class LiveSessions:
 
     _live: dict[str, LiveSession] = field(factory=dict, init=False)
     _by_id: dict[str, LiveSession] = field(factory=dict, init=False)
-    _ended: dict[str, str] = field(factory=dict, init=False)  # key to session id, oldest first
+    _ended: dict[str, str] = field(factory=dict, init=False)  # maps a key to its session id, the oldest first
 
     def add(self, session: LiveSession) -> None:
         """Accept a session's key."""
@@ -526,14 +543,15 @@ class LiveSessions:
         remember(self._ended, session.key, session.session_id, most=KEPT_KEYS)
 
     def by_key(self, key: str) -> LiveSession | None:
-        """The live session of a key. A single dictionary look-up, so that its duration reveals nothing about
-        the keys.
+        """The live session of a key. This is a single dictionary look-up, so that its duration reveals
+        nothing about the keys.
         """
         return self._live.get(key)
 
     def at_endpoint(self, session_id: str | None, keys: Sequence[str]) -> LiveSession | None:
-        """The live session that these keys open at the endpoint of `session_id`; None of it means every
-        session's. A copy of a frozen harness has its parent's key, which opens its own endpoint alone.
+        """The live session that these keys open at the endpoint of `session_id`; None means an endpoint for
+        every session. A copy of a frozen harness has its parent's key, which opens only the copy's own
+        endpoint.
         """
         for session in filter(None, map(self.by_key, keys)):
             if session_id in (None, session.session_id):

@@ -1,12 +1,12 @@
-"""One model call as a sans-I/O machine: it takes events and returns the commands to carry out next.
+"""One model call as a machine without I/O: it takes events and returns the commands to carry out next.
 
-It has no clock, socket or engine: time comes in events as values (monotonic seconds), and the caller carries
-out the commands in their order. It decides whether a request is refused, replayed, resumed, answered empty or
-generated.
+It has no clock, socket or engine. Time comes in events as values (monotonic seconds), and the caller carries
+out the commands in their order. It decides whether a request is refused, replayed, resumed, answered with an
+empty response, or generated.
 
-Invariants. Every plan is ended exactly once, by `RecordTurn` or by `Abandon`. A turn's `RecordTurn` stands
-before the last bytes of its response, because a harness acts on them at once. A stream that failed is never
-ended cleanly. After the end every event is late and yields nothing.
+Invariants. Every plan is ended exactly once, by `RecordTurn` or by `Abandon`. A turn's `RecordTurn` precedes
+the last bytes of its response, because a harness acts on them at once. A stream that failed is never ended
+properly, except with bytes that report the failure. After the end every event is late and yields nothing.
 """
 
 from array import array
@@ -80,9 +80,9 @@ def held_request(request: ModelRequest, *, headers: bool = False) -> ModelReques
     header before each of its messages (gpt-oss).
 
     An engine enforces a constraint from the first token on. So a constraint cannot be combined with callable
-    tools or with headers, and thinking that the client did not ask for is switched off, because the
-    constrained text is then the whole answer. A dropped constraint leaves a note. Apply this before planning
-    and counting, so that both see the same prompt.
+    tools or with headers. Thinking that the client did not ask for is switched off, because the constrained
+    text is the whole answer. A dropped constraint leaves a note. Apply this before planning and counting, so
+    that both see the same prompt.
     """
     constraint, conversation = request.constraint, request.conversation
     if constraint is None:
@@ -103,8 +103,8 @@ def held_request(request: ModelRequest, *, headers: bool = False) -> ModelReques
 
 
 def resumable(request: ModelRequest) -> bool:
-    """Whether a cut sample of the request can be resumed: an engine restarts constraints from their
-    beginning, and logprobs are not kept.
+    """Whether a cut sample of the request can be resumed. It cannot with a constraint, because an engine
+    would begin the constraint again, nor with logprobs, because they are not kept.
     """
     return request.choices == 1 and request.logprobs is None and request.constraint is None
 
@@ -117,7 +117,7 @@ EMPTY_ANSWER: Final = Answer(parts=(), finish_reason="stop")
 def render_cached_response(
     dialect: Dialect, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage
 ) -> list[Outgoing]:
-    """Render a known response from its first byte to its last, part by part; streamed or whole, as the new
+    """Render a known response from its first byte to its last, part by part, streamed or whole as the new
     request asks.
     """
     if not call.request.stream:
@@ -164,8 +164,8 @@ CANCELLED: Final = Fault(
 
 
 def refusal_of(error: EngineRefusal, request: ModelRequest) -> Fault:
-    """The fault of a request that the engine refuses. Sampling parameters are checked as they are read, so
-    it is about the constraint, where there is one.
+    """The fault of a request that the engine refuses. Sampling parameters are checked when they are read, so
+    the refusal is about the constraint if there is one.
     """
     constraint = request.constraint
     if constraint is None:
@@ -183,8 +183,8 @@ def refused(record: RecordTurn, fault: Fault) -> RecordTurn:
 
 @frozen(kw_only=True)
 class Terms:
-    """The limits and dependencies of one exchange. `sampling` is the task's and takes precedence;
-    `token_room` is the number of tokens the session may still sample (None: no limit).
+    """The limits and dependencies of one exchange. `sampling` is the task's, and takes precedence over the
+    request's. `token_room` is the number of tokens that the session may still sample (None: no limit).
     """
 
     session_id: str
@@ -194,10 +194,10 @@ class Terms:
     context_length: int
     token_room: int | None
     stop_ids: tuple[int, ...]
-    # for a plan's answer, its prompt and the stop strings
+    # makes the parser for a plan's answer, given its prompt and the stop strings
     new_parser: "Callable[[Plan, array[int], tuple[str, ...]], AnswerParser]"
     token_bytes: Callable[[int], bytes]
-    adapter: str = ""  # that samples, or the base alone
+    adapter: str = ""  # the adapter that samples; empty for the base model
 
 
 @define(eq=False)
@@ -208,11 +208,11 @@ class Exchange:
     over: bool = field(default=False, init=False)
     _requested: Requested | None = field(default=None, init=False)
     _planned: Planned = field(factory=lambda: Planned(plans=()), init=False)
-    _call: ModelCallInfo = field(init=False)  # with its signature, once it is planned
+    _call: ModelCallInfo = field(init=False)  # It has its signature once the turns are planned.
     _samples: list[Sample] = field(factory=list, init=False)  # one per choice, once the prompt is rendered
     _writer: StreamWriter | None = field(default=None, init=False)  # None: the response is sent whole
-    _opened: bool = field(default=False, init=False)  # bytes are sent: the status is fixed
-    _started: bool = field(default=False, init=False)  # the writer's start is sent
+    _opened: bool = field(default=False, init=False)  # whether bytes were sent, which fixes the status
+    _started: bool = field(default=False, init=False)  # whether the writer's start was sent
 
     def __attrs_post_init__(self) -> None:
         self._call = self.terms.call
@@ -222,7 +222,7 @@ class Exchange:
         return [] if self.over else list(self._handle(event))
 
     def ended(self, choice: int) -> bool:
-        """Whether this choice needs no more tokens; the caller then stops iterating over its chunks."""
+        """Whether this choice needs no more tokens. If so, the caller stops iterating over its chunks."""
         return self.over or self._samples[choice].answer is not None
 
     def _handle(self, event: Event) -> Iterator[Command]:
@@ -251,8 +251,8 @@ class Exchange:
                 assert_never(event)
 
     def _begin(self, requested: Requested) -> Iterator[Command]:
-        """Answer without the engine where possible, else plan. A session that is over answers nothing; with a
-        spent budget an undelivered response and a request for no generation are still answered.
+        """Answer without the engine where possible, else plan. A session that is over answers nothing. With a
+        spent budget, an undelivered response and a request for no generation are still answered.
         """
         dialect, call = self.terms.dialect, self._call
         refusal, undelivered = requested.refusal, requested.undelivered
@@ -302,7 +302,7 @@ class Exchange:
                 request_id=request_id,
                 request=request,
                 rendered=rendered,
-                # with one seed all answers would be the same
+                # With the same seed all answers would be the same.
                 used=used if used.seed is None else evolve(used, seed=used.seed + choice),
                 parser=self.terms.new_parser(plan, before, used.stop),
                 token_bytes=self.terms.token_bytes,
@@ -320,8 +320,8 @@ class Exchange:
             yield StartGeneration(order, choice)
 
     def _sampling(self, room: int) -> Sampling:
-        """The sampling to use: the task's values, then the harness's, then temperature 1 and all remaining
-        room.
+        """The sampling to use: the task's values, then the harness's, then temperature 1 and as many tokens
+        as fit.
 
         A resumed prefix counts against the requested maximum. Several choices share the tokens that the
         session may still sample.
@@ -355,7 +355,7 @@ class Exchange:
             yield from self._end(choice, reason, data, at)
 
     def _end(self, choice: int, reason: FinishReason, data: bytes, at: float) -> Iterator[Command]:
-        """Record a complete sample. After the last one the response is whole."""
+        """Record a complete sample. After the last one the response is complete."""
         sample = self._samples[choice]
         deltas = sample.finish(reason)
         yield self._record(sample, "complete", at)
@@ -400,24 +400,25 @@ class Exchange:
         """End the call when the engine loses or refuses one sample: the whole call fails, and the other
         samples are cut.
 
-        What was sampled before an abort (new weights, an operator) is recorded as partial: the client is
-        asked to send the request again, and then receives the rest of that answer.
+        What was sampled before an abort (for new weights, or by an operator) is recorded as partial. The
+        client is asked to send the request again, and then gets the rest of that answer.
         """
         self.over, refusal = True, fault.kind == "bad_request"
         for place, sample in list(self._in_progress()):
             lost = place == choice and not (reason == "abort" and sample.ids)
             sample.finish(reason if place == choice else "abort")
             record = self._record(sample, "failed" if lost else "partial", at)
-            if refusal:  # its client has been answered
+            if refusal:  # The client was answered with a refusal, so no answer is owed.
                 record = refused(record, fault) if lost else evolve(record, owed=False)
             yield record
         yield from self._broken(fault)
 
     def _cut(self, at: float, fault: Fault | None) -> Iterator[Command]:
-        """End the call before its answer. `fault` is reported to the client; None when it has left.
+        """End the call before its answer is complete. `fault` is reported to the client; None when the client
+        has left.
 
-        A sample that has all its tokens is no cut one, though its end did not come: it could not go on, and
-        with a spent budget it could not be asked for again.
+        A sample that has all its tokens counts as complete, though the engine did not report its end. It
+        could not be resumed, and with a spent budget it could not be asked for again.
         """
         self.over, partial = True, False
         for _, sample in list(self._in_progress()):
@@ -433,7 +434,7 @@ class Exchange:
 
     def _refuse(self, fault: Fault) -> Iterator[Command]:
         """Refuse the request, without a turn. After the prompt is rendered only the engine can refuse it, and
-        then none of its samples has begun.
+        then none of the samples has begun.
         """
         self.over = True
         if self._planned.plans:
@@ -447,8 +448,8 @@ class Exchange:
             yield Abandon(plan, fault if place == 0 else None)
 
     def _broken(self, fault: Fault) -> Iterator[Command]:
-        """Report that there is no answer: by a status while nothing is sent, else within the stream, which
-        then breaks without its end.
+        """Report that there is no answer: by a status as long as nothing is sent, else within the stream,
+        which then breaks without its end.
         """
         if self._writer is None or not self._opened:
             yield self.terms.dialect.error(fault)
@@ -460,7 +461,7 @@ class Exchange:
         yield EndStream() if isinstance(failure, LastWords) else Break()
 
     def _shown(self, choice: int, deltas: list[Delta]) -> bytes:
-        """The stream's bytes for these deltas, preceded by its start where that is not yet sent."""
+        """The stream's bytes for these deltas, preceded by the stream's start if that was not sent yet."""
         if self._writer is None:
             return b""
         data = []
@@ -489,7 +490,7 @@ class Exchange:
         return RecordTurn(turn, resumable=can_resume, owed=partial)
 
     def _usage(self) -> Usage:
-        """The usage of all samples: one prompt, and the sum of their completions."""
+        """The usage of all samples together: one prompt, and the sum of their completions."""
         each = [sample.usage() for sample in self._samples]
         return evolve(
             each[0],

@@ -1,11 +1,12 @@
-"""Compares two sessions, recorded or finished: how many prompts both have, the first that differs, its words.
+"""Compare two sessions, recorded or finished: how many prompts both have, and the first prompt that differs,
+in words.
 
-Prompts are equal where their paths have the same key, as a session compares them: ids, trimmed answers and
-the spelling of JSON do not count. A request's counterpart is any request of the other session with its
-prompt, so sub-agents may call in another order. The first one without a counterpart is shown beside the
-request of the other session that has no counterpart either and shares most of its path.
+Prompts are equal if their paths have the same key, which is how a session compares them: ids, trimmed answers
+and the spelling of JSON do not count. The counterpart of a request is any request of the other session with
+the same prompt, so sub-agents may call in another order. The first request without a counterpart is shown
+beside the request of the other session that has none either and shares most of its path.
 
-Of a finished session the prompts are the token ids before each sample, where a row of it has them.
+For a finished session the prompts are the token ids before each sample, where one of its rows holds them.
 """
 
 import re
@@ -27,24 +28,24 @@ from polarnode.gateway.recorded_request import Recorded
 from polarnode.gateway.replay import RequestPath, path_of
 from polarnode.merge.fingerprint import Memo
 
-# Characters after the first difference in which the place is looked for where the texts agree again:
+# After the first difference, this many characters are searched for the place where the texts agree again.
 # SequenceMatcher is quadratic in the number of words, and a difference is a date, an id or a line.
 WINDOW: Final = 1_000
-_KEY_BYTES: Final = 16  # identifies one prompt among the thousands of two sessions
+_KEY_BYTES: Final = 16  # enough to identify one prompt among the thousands of two sessions
 CONTEXT: Final = 60  # characters shown on each side of the words that differ
-SHOWN: Final = 200  # characters of words in a sentence: a line of a log holds two of them
+SHOWN: Final = 200  # The characters of words in a sentence; a line of a log holds two of them.
 _WORD: Final = re.compile(r"\w+|\s+|[^\w\s]")
 _END_OF_WORD: Final = re.compile(r"\w*$")
 
 
 @frozen(kw_only=True)
 class Difference:
-    """The first request without a counterpart, `file`, and the one it is compared with; None where a session
-    has no more requests.
+    """The first request without a counterpart, `file`, and the one it is compared with, `against_file`.
+    Either is None if that session has no more requests.
 
     `part` names where the prompts differ: "head" (tools and thinking), a message with its number from 1, or a
     token with its place from 0. `words` stand between the texts `before` and `after`, which have an ellipsis
-    where more was left out.
+    where they are shortened.
     """
 
     file: str | None
@@ -58,8 +59,8 @@ class Difference:
 
 @frozen(kw_only=True)
 class PromptComparison:
-    """`requests` are those that ask the model, `equal` those of them with a counterpart; `errors` are
-    requests that could not be read.
+    """The result of a comparison. `requests` counts the requests that ask the model, `equal` those of them
+    with a counterpart; `errors` name the requests that could not be read.
     """
 
     requests: int
@@ -70,7 +71,7 @@ class PromptComparison:
 
     @property
     def same(self) -> bool:
-        """Whether each session has the prompts of the other, and all could be read."""
+        """Whether each session has all prompts of the other, and every request could be read."""
         return self.first is None and not self.errors
 
 
@@ -87,7 +88,7 @@ class _Prompt:
 
 @frozen(kw_only=True)
 class TokenPrompt:
-    """The prompt of a turn: the first `length` ids of a row. `key` is equal where the ids are."""
+    """The prompt of a turn: the first `length` ids of a row. Equal ids have equal keys."""
 
     file: str
     row: "array[int]"
@@ -110,7 +111,7 @@ def compare_sessions(one: Sequence[Recorded], other: Sequence[Recorded]) -> Prom
 
 
 def _prompts(recorded: Sequence[Recorded], memo: Memo, *, first: int) -> list[_Prompt]:
-    """The requests that ask the model. One whose tools cannot be read is equal to none."""
+    """The requests that ask the model. A request whose tools cannot be read is equal to no other."""
     return [
         _Prompt(
             file=each.file,
@@ -126,7 +127,7 @@ P = TypeVar("P", _Prompt, TokenPrompt)
 
 
 def _alone(prompts: Sequence[P], others: Sequence[P]) -> list[P]:
-    """The prompts that the other session has not, or not as often."""
+    """The prompts that the other session does not have, or does not have as often."""
     left = Counter(each.key for each in others)
     alone = []
     for each in prompts:
@@ -140,7 +141,8 @@ def _first(left: Sequence[_Prompt], right: Sequence[_Prompt]) -> Difference | No
     if not left or not right:
         return _surplus(left, right)
     one = left[0]
-    return _difference(one, max(right, key=lambda each: _shared(one.path, each.path)))  # of several the first
+    # max() takes the first of several.
+    return _difference(one, max(right, key=lambda each: _shared(one.path, each.path)))
 
 
 def _difference(one: _Prompt, other: _Prompt) -> Difference:
@@ -166,8 +168,8 @@ def _difference(one: _Prompt, other: _Prompt) -> Difference:
 
 
 def first_difference(recorded: Conversation, sent: Conversation) -> str | None:
-    """Where a request differs from the one that was recorded in its place, as the rest of a sentence; None
-    where both have the same path.
+    """How a request differs from the one that was recorded in its place, as the rest of a sentence. None if
+    both have the same path.
     """
     memo = Memo()
     one, other = (
@@ -186,14 +188,14 @@ def first_difference(recorded: Conversation, sent: Conversation) -> str | None:
 
 
 def _surplus(left: Sequence[P], right: Sequence[P]) -> Difference | None:
-    """What one session has beyond the other."""
+    """What one session has beyond the other; None if neither has anything left."""
     if not left and not right:
         return None
     return Difference(file=left[0].file if left else None, against_file=right[0].file if right else None)
 
 
 def _shared(one: RequestPath, other: RequestPath) -> int:
-    """How many keys two paths have in common from their root: 0 where the root differs."""
+    """How many keys two paths have in common from their root; 0 if the roots differ."""
     pairs = zip(one.keys, other.keys, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -202,8 +204,8 @@ def _shared(one: RequestPath, other: RequestPath) -> int:
 
 
 def token_prompts(trajectory: Trajectory) -> list[TokenPrompt]:
-    """The prompts of a session's turns that its rows have, by turn. Raises Refused for a row in parts that
-    leave tokens out.
+    """The prompts of a session's turns that its rows hold, in the order of the turns. Raises Refused for a
+    row in parts that leave tokens out.
     """
     found: dict[int, TokenPrompt] = {}
     row: array[int] = array("i")
@@ -213,7 +215,7 @@ def token_prompts(trajectory: Trajectory) -> list[TokenPrompt]:
                 f"a row of session {trajectory.session_id} is in parts without all of its prompts: compare"
                 " sessions of tasks without max_row_tokens"
             )
-        row = row[: trace.offset] + trace.token_ids  # a part's head is in those before
+        row = row[: trace.offset] + trace.token_ids  # The parts before this one hold its beginning.
         digest, end = blake2b(digest_size=_KEY_BYTES), 0
         for span in sorted(trace.turn_spans, key=lambda span: span.start):
             start = trace.offset + span.start
@@ -228,7 +230,7 @@ def token_prompts(trajectory: Trajectory) -> list[TokenPrompt]:
 def compare_tokens(
     one: Sequence[TokenPrompt], other: Sequence[TokenPrompt], text: Callable[[Sequence[int]], str]
 ) -> PromptComparison:
-    """Compare the prompts of two finished sessions; `text` shows ids."""
+    """Compare the prompts of two finished sessions; `text` decodes ids."""
     left, right = _alone(one, other), _alone(other, one)
     first = _surplus(left, right)
     if left and right:
@@ -277,7 +279,7 @@ def _message_at(prompt: _Prompt, place: int) -> Message | None:
 
 
 def _text(message: Message | None) -> str:
-    """A message as text: its role, so that another role is a difference too, its words and its calls."""
+    """A message as text: its role, so that another role is a difference too, then its text and its calls."""
     if message is None:
         return ""
     calls = (f"{call.name} {call.arguments}" for call in message.calls)
@@ -285,7 +287,7 @@ def _text(message: Message | None) -> str:
 
 
 def _words(one: str, other: str) -> tuple[str, str, str, str]:
-    """The first words that differ, with what stands before and after them in `one`."""
+    """The first words that differ, with the text before and after them in `one`."""
     start = _start(one, other)
     left, right = (_WORD.findall(text[start : start + WINDOW]) for text in (one, other))
     changed = (
@@ -307,14 +309,14 @@ def _words(one: str, other: str) -> tuple[str, str, str, str]:
 
 
 def _start(one: str, other: str) -> int:
-    """Where the word begins in which two texts first differ."""
+    """The place where the first word that differs begins."""
     shared = _common(one, other, min(len(one), len(other)))
     found = _END_OF_WORD.search(one[max(0, shared - WINDOW) : shared])
     return shared - (len(found[0]) if found else 0)
 
 
 def _common(one: Sequence[Any], other: Sequence[Any], most: int) -> int:
-    """The length of the common prefix, at most `most`. A slice is compared at C's speed."""
+    """The length of the common prefix, `most` at most. Slices are compared at the speed of C."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

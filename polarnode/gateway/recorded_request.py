@@ -1,8 +1,8 @@
-"""Reads one recorded request (method, target, headers and body) in whatever format a recorder wrote it.
+"""Read one recorded request (method, target, headers and body) in whatever format a recorder wrote it.
 
-The file format is read leniently, because every recorder has its own; the request itself is read by the
-provider that it was sent to. A target without a provider's route is no error: harnesses probe for other kinds
-of servers.
+The file format is read leniently, because every recorder has its own. The request itself is read by the
+provider that it was sent to. A target without a provider's route is no error, because harnesses probe for
+other kinds of servers.
 """
 
 from base64 import b64decode
@@ -26,8 +26,8 @@ _BODIES: Final = ("body", "json", "data", "content", "postData", "body_base64", 
 
 @frozen(kw_only=True)
 class Recorded:
-    """The content of one file. `key` identifies the request. Without a `request` the model was not called;
-    `error` is the reason when that is a fault.
+    """The content of one file. `key` identifies the request. `request` is None if the model was not called;
+    `error` says why if that is a fault.
 
     `failed`: the recorded response is known to hold no answer.
     """
@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def provider(self) -> str | None:
-        """The name of the request's dialect; None when the route belongs to no provider."""
+        """The name of the request's dialect. None if the route belongs to no provider."""
         return None if self.route is None else self.route.dialect.name
 
 
@@ -56,13 +56,13 @@ class _Sent:
 
 
 def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes | None = None) -> Recorded:
-    """Read a recorded request, and its response's bytes where they were kept. Never raises: `error` reports
+    """Read a recorded request, with the bytes of its response if they were kept. Never raises: `error` says
     what cannot be read.
     """
     try:
         sent = _sent(_object(content))
         found = route(sent.method, sent.target, sent.headers)
-        # one file of thousands must not end the others
+        # One bad file of thousands must not end the reading of the others.
         with boundary(Refused, "the provider cannot read it"):
             request = _request(found, sent, memory)
     except PolarnodeError as error:
@@ -77,7 +77,7 @@ def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes 
 
 
 def _request(found: Route | None, sent: _Sent, memory: Memory) -> ModelRequest | None:
-    """What the model is asked; None where it is not called (a list of models, a count, a warm-up)."""
+    """The request to the model. None if the model is not called (a list of models, a count, a warm-up)."""
     if found is None or found.operation in ("models", "model"):
         return None
     _, _, query = sent.target.partition("?")

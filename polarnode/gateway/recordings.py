@@ -1,7 +1,9 @@
-"""Recordings of what came to a model endpoint and of what went back, a folder for each session.
+"""Recordings of the requests that came to a model endpoint and of the responses it sent, in a folder for each
+session.
 
-A request is written verbatim, except for its key, and its response as it was sent; neither is ever read back
-by the node. Invariant: a failed write is logged, because a full disk must not end the recorded sessions.
+A request is written verbatim, except for its key, and its response as it was sent. The node never reads
+either again. Invariant: a failed write is only logged, because a full disk must not end the recorded
+sessions.
 """
 
 import logging
@@ -24,7 +26,7 @@ from polarnode.providers.dialect import session_keys
 
 logger = logging.getLogger(__name__)
 
-# replaces the key wherever it occurs, so that a target with the key in its path keeps its shape
+# This replaces the key wherever it occurs, so that a target with the key in its path keeps its shape.
 MASK: Final = "key-of-this-session"
 
 
@@ -32,12 +34,13 @@ MASK: Final = "key-of-this-session"
 class ResponseCopy:
     """An ASGI `send` that keeps a copy of the response it passes on, as HTTP/1.1 without its framing.
 
-    The copy is held until the response has ended: an answer of 32k tokens is some 10 MB as a stream.
+    The copy stays in memory until the response has ended. An answer of 32k tokens is some 10 MB as a stream.
     """
 
     recordings: "Recordings"
     send: ASGISendCallable
-    file: Path | None = field(default=None, init=False)  # where it belongs, once its request is written
+    # where the copy is written; set once its request is written
+    file: Path | None = field(default=None, init=False)
     content: bytearray = field(factory=bytearray, init=False)
 
     async def __call__(self, event: ASGISendEvent) -> None:
@@ -49,7 +52,7 @@ class ResponseCopy:
                 self._keep(None, event["body"])
 
     def responding(self, respond: Respond | None) -> Respond | None:
-        """A `respond` that keeps a copy too."""
+        """A `respond` that also keeps a copy."""
         if respond is None:
             return None
 
@@ -68,7 +71,7 @@ class ResponseCopy:
         self.content += data
 
     async def keep_request(self, session_id: str, scope: HTTPScope, body: bytes) -> None:
-        """Write the request that this is the response to."""
+        """Write the request that this response answers."""
         query = scope["query_string"].decode("latin1")
         target = f"{scope['path']}?{query}" if query else scope["path"]
         self.file = await self.recordings.keep(session_id, scope["method"], target, scope["headers"], body)
@@ -86,7 +89,7 @@ class Recordings:
     async def keep(
         self, session_id: str, method: str, target: str, headers: Iterable[tuple[bytes, bytes]], body: bytes
     ) -> Path:
-        """Write one request; returns the file where its response belongs."""
+        """Write one request. Returns the file for its response."""
         self._count[session_id] += 1
         number = f"{self._count[session_id]:02}"
         file = self.folder / session_id / f"{number}-request.json"
@@ -96,7 +99,7 @@ class Recordings:
 
     @asynccontextmanager
     async def copied(self, send: ASGISendCallable) -> AsyncIterator[ResponseCopy]:
-        """A `send` whose response is written in the end, also one that was cut, but not an empty one."""
+        """A `send` whose response is written at the end, even one that was cut, but not an empty one."""
         copy = ResponseCopy(self, send)
         try:
             yield copy
@@ -107,8 +110,8 @@ class Recordings:
 
 
 def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """A request file's content: headers in wire order, a JSON body verbatim, any other body as text; also
-    JSON of so many values that it is refused unread.
+    """A request file's content: headers in wire order, a JSON body verbatim, any other body as text. JSON
+    with so many values that it was refused unread is written as text too.
     """
     keys = session_keys(target, header_map(headers))
     pairs: list[Json] = [

@@ -1,13 +1,13 @@
-"""Replays a recorded session: plans its requests in their order, as a live session would, each answered
-before the next.
+"""Replay a recorded session: plan its requests in their order, as a live session would, each answered before
+the next.
 
-A request's answer is found in the requests that follow it. Requests are compared by the keys of
-their paths, as lineages compare them, so a harness may trim, sort and rename. An answer belongs to the last
-request of its path before it was first shown: the earlier ones had none, or they would not have been sent
-again.
+A request's answer is found in the requests that follow it. Requests are compared by the keys of their paths,
+as lineages compare them, so a harness may trim, sort and rename. An answer belongs to the last request with
+its path before the answer was first shown. Earlier requests with that path had no answer, or the harness
+would not have repeated them.
 
-Kinds, lineages and roles are decided by `merge`, prompts by the template. The ids of a sample are the
-template's rendering of the shown answer, since the sampled ids were not recorded.
+`merge` decides kinds, lineages and roles, and the template renders the prompts. The ids of a sample are the
+template's rendering of the shown answer, because the sampled ids were not recorded.
 """
 
 from array import array
@@ -35,8 +35,8 @@ _NEVER: Final = 1 << 60
 
 @frozen(kw_only=True)
 class RecordedEnding:
-    """How a request ended: with an answer that a later request shows, without one (the request was sent
-    again), or unknown.
+    """How a request ended: with an answer that a later request shows, without an answer (the request was sent
+    again), or in an unknown way.
     """
 
     answer: Answer | None = None
@@ -45,7 +45,7 @@ class RecordedEnding:
 
 @frozen(kw_only=True)
 class RequestPath:
-    """A request's messages and the keys of its path, one more than there are messages."""
+    """A request's messages and the keys of its path; there is one key more than messages."""
 
     messages: tuple[Message, ...]
     keys: tuple[str, ...]
@@ -57,7 +57,7 @@ class RequestPath:
 
 @frozen(kw_only=True)
 class _Showing:
-    """An assistant message in a request, and the key after it."""
+    """An assistant message in a request, and the key of the path after it."""
 
     request: int
     key: str
@@ -81,7 +81,9 @@ class _Shown:
                     self._after.setdefault(path.keys[place], []).append(showing)
 
     def of(self, number: int) -> Iterator[_Showing]:
-        """The answers to a request that later requests show, those with its whole path first."""
+        """The answers to a request that later requests show. Those of requests with its whole path come
+        first.
+        """
         path = self.paths[number]
         yield from self._later(number, path.key)
         if not path.messages:
@@ -92,7 +94,7 @@ class _Shown:
                 rest for showing in self._later(number, before) if (rest := _rest(showing, last)) is not None
             )
         elif last.role == "user":
-            yield from self._later(number, before)  # the message was removed later
+            yield from self._later(number, before)  # A later request removed the user message.
             yield from self._changed(number, before)
 
     def _later(self, number: int, key: str) -> Iterator[_Showing]:
@@ -112,7 +114,7 @@ class _Shown:
                 and len(path.messages) == place + 1
                 and path.messages[place].role == "user"
             ):
-                return  # the request was sent again in other words, which the answer belongs to
+                return  # The request was sent again in other words, and the answer belongs to that one.
             if _goes_on(path, place, before) and path.keys[place + 1] not in self._path_keys:
                 yield _Showing(request=later, key=path.keys[place + 2], message=path.messages[place + 1])
 
@@ -124,7 +126,9 @@ def _goes_on(path: RequestPath, place: int, before: str) -> bool:
 
 
 def _rest(showing: _Showing, begun: Message) -> _Showing | None:
-    """The part that an answer added to the assistant message a request ended with."""
+    """The part that an answer added to the assistant message with which its request ended; None if it added
+    none.
+    """
     shown = showing.message
     if (
         shown == begun
@@ -139,8 +143,8 @@ def _rest(showing: _Showing, begun: Message) -> _Showing | None:
 
 
 def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) -> list[RecordedEnding]:
-    """Determine how each request of a session ended. `failed`: the requests whose recorded response holds no
-    answer.
+    """Determine how each request of a session ended. `failed` marks the requests whose recorded response
+    holds no answer.
     """
     memo = Memo()
     paths = [path_of(conversation, memo, number) for number, conversation in enumerate(conversations)]
@@ -162,10 +166,10 @@ def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) 
 
 
 def path_of(conversation: Conversation, memo: Memo, number: int) -> RequestPath:
-    """The path of a request; `number` tells those apart whose tools cannot be read."""
+    """The path of a request. `number` tells requests apart whose tools cannot be read."""
     try:
         keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
-    except Refused:  # planning it reports the reason; no request extends it
+    except Refused:  # Planning this request reports the reason, and no request extends it.
         return RequestPath(messages=(), keys=(f"refused {number}",))
     for message in conversation.messages:
         keys.append(advance(keys[-1], message, canonical=memo.canonical))
@@ -189,14 +193,14 @@ def _answer(message: Message) -> Answer:
 
 # ── planning a session ────────────────────────────────────────────────────────────
 
-_SECRET: Final = bytes(32)  # no id in a recording is this node's, so none verifies
+_SECRET: Final = bytes(32)  # No id in a recording comes from this node, so none is verified.
 _QUESTION: Final = Message(role="user", text="u")
 
 
 @frozen(kw_only=True)
 class Line:
-    """The result for one recorded request. `parent` is the file it extends; every field but `file` is None
-    where the model was not called.
+    """The result for one recorded request. `parent` is the file of the request it extends. Every field but
+    `file` may be None if the model was not called.
     """
 
     file: str

@@ -1,11 +1,13 @@
-"""What a session that resumes a harness must ask first: what its parent asked at the turn it goes on from.
+"""The check on the first request of a session that resumes a harness: it must be its parent's request at the
+turn from which the session goes on.
 
-A resumed harness rebuilds its conversation from its own files. The node takes out the marker that it had to
-be given, and compares what remains with the parent's request by its path key: with equal keys the prompt is
-the parent's, token for token. Anything else is refused with the first difference, before anything is sampled.
+A resumed harness rebuilds its conversation from its own files. The node removes the resume marker that it had
+to give the harness, and compares the rest with the parent's request by its path key. With equal keys the
+prompt is the parent's, token for token. Any other request is refused with the first difference, before
+anything is sampled.
 
-Calls of other roles (a title, a sub-agent) pass: a resumed harness may make one first. But a session whose
-main agent never asked for the recorded turn is no fork either: `missing` says so at its end.
+Calls of other roles (a title, a sub-agent) pass, because a resumed harness may make one first. But a session
+whose main agent never sent the recorded request is no fork either; `fault` says so at its end.
 """
 
 from typing import Literal
@@ -22,8 +24,8 @@ from polarnode.providers.volatile import without_marker
 
 @define(eq=False, kw_only=True)
 class ResumedSession:
-    """The state that a session goes on from: its parent's turn `turn`, with the `before_key` and the
-    conversation of its request. `how`: in a sentence, the way that it goes on.
+    """The state from which a session goes on: its parent's turn `turn`, with the `before_key` and the
+    conversation of that turn's request. `how` is the way of the fork, as a word in a sentence.
     """
 
     parent: str
@@ -31,11 +33,11 @@ class ResumedSession:
     before_key: str
     conversation: Conversation
     how: Literal["resuming", "freezing"] = "resuming"
-    begun: bool = field(default=False, init=False)  # the recorded request was made again
+    begun: bool = field(default=False, init=False)  # whether the recorded request was made again
     refused: ForkError | None = field(default=None, init=False)
 
     def unmarked(self, request: ModelRequest) -> ModelRequest:
-        """The request without the marker, and without what its harness put before it."""
+        """The request without the resume marker, and without what its harness put around it."""
         conversation = request.conversation
         kept = without_marker(conversation.messages)
         if kept is conversation.messages:
@@ -43,8 +45,8 @@ class ResumedSession:
         return evolve(request, conversation=evolve(conversation, messages=kept))
 
     def check(self, plan: Plan, conversation: Conversation) -> None:
-        """Raise ForkError where the main agent's first request is not the recorded one. Once it was, nothing
-        is compared any more.
+        """Raise ForkError if the main agent's first request is not the recorded one. Later requests are not
+        compared.
         """
         if self.begun or plan.role != "main":
             return
@@ -60,7 +62,7 @@ class ResumedSession:
         raise self.refused
 
     def fault(self) -> ForkError | None:
-        """Why the session is no fork, once its harness has ended; None where it is one."""
+        """Why the session is no fork, once its harness has ended. None if it is one."""
         if self.begun or self.refused is not None:
             return self.refused
         return ForkError(

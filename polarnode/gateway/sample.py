@@ -1,5 +1,5 @@
-"""One sample of a call: the engine's output so far, the parser that reads it, the engine's order and the
-turn.
+"""One sample of a call: the engine's output so far, the parser that reads it, the order for the engine, and
+the turn.
 
 Invariants: ids, logprobs and version spans are cut together or not at all. A turn holds what was planned,
 sampled and used, never what should have been.
@@ -32,13 +32,14 @@ from polarnode.merge.token_extras import CallExtras, turn_extras
 from polarnode.tokens.output_parser import joined
 from polarnode.tokens.parser import ParsedAnswer
 
-# lines on one request in its turn, and characters of each: the requests of ten harnesses have under ten lines
+# The number of notes on one request in its turn, and the characters of each. The requests of ten harnesses
+# have fewer than ten notes.
 NOTES: Final = 100
 NOTE_CHARS: Final = 500
 
 
 class AnswerParser(Protocol):
-    """What a sample needs of `tokens.parser.Parser`."""
+    """The part of `tokens.parser.Parser` that a sample uses."""
 
     thinking_tokens: int
 
@@ -63,7 +64,7 @@ class AnswerParser(Protocol):
 class Sample:
     """One answer: its plan, the engine's output so far, and the parser that reads it.
 
-    `resumed_prefix` was sampled earlier, for a client that left: it is part of the prompt and of the answer,
+    `resumed_prefix` was sampled earlier, for a client that left. It is part of the prompt and of the answer,
     but never of this turn's sample. `answer` is set when the sample ends.
     """
 
@@ -79,14 +80,15 @@ class Sample:
     ids: "array[int]" = field(factory=ids, init=False)
     logprobs: "array[float]" = field(factory=floats, init=False)
     spans: tuple[VersionSpan, ...] = field(default=(), init=False)
-    top: list[TopLogprobs] = field(factory=list, init=False)  # one per chunk, where requested
+    top: list[TopLogprobs] = field(factory=list, init=False)  # one per chunk, if requested
     routed: RoutedExperts | None = field(default=None, init=False)
     cached_tokens: int = field(default=0, init=False)
     first_at: float | None = field(default=None, init=False)
     answer: Answer | None = field(default=None, init=False)
-    # the resumed prefix: sent with the first chunk, which has the count of cached tokens
+    # The deltas of the resumed prefix. They are sent with the first chunk, which has the count of cached
+    # tokens.
     _unshown: list[Delta] = field(factory=list, init=False)
-    # the id after which a constraint begins: the end of a thought that the prompt opened
+    # The id after which a constraint begins: the end of a thought that the prompt opened.
     constraint_after: int | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -96,8 +98,8 @@ class Sample:
 
     @property
     def at_end(self) -> FinishReason | None:
-        """Why the answer ends with the tokens read so far: a stop string, or the one requested call. None
-        while it does not.
+        """Why the answer ends with the tokens read so far: a stop string, or the one call that was requested.
+        None if it does not end.
         """
         if self.parser.stopped is not None:
             return "stop_string"
@@ -105,12 +107,16 @@ class Sample:
 
     @property
     def full(self) -> bool:
-        """Whether it has all the tokens that it may have, so that nothing of a cut answer is missing."""
+        """Whether the sample has all the tokens that it may have, so that nothing is missing from a cut
+        answer.
+        """
         return self.used.max_tokens is not None and len(self.ids) >= self.used.max_tokens
 
     @property
     def reads_each_token(self) -> bool:
-        """Whether any token may end the answer before the engine does: then it must be read as it comes."""
+        """Whether a token may end the answer before the engine does. Each token must then be read as it
+        comes.
+        """
         return bool(self.used.stop) or self.request.one_call
 
     def take(self, chunk: Chunk, at: float) -> list[Delta]:
@@ -127,7 +133,7 @@ class Sample:
         if self.carry.top_logprobs and chunk.top_logprobs is not None and kept:
             self.top.append(chunk.top_logprobs.until(kept).narrowed(self.carry.top_logprobs))
         if chunk.routed is not None:
-            # the last token has no experts: nothing was computed from it
+            # The last token has no experts, because nothing was computed from it.
             self.routed = chunk.routed.between(0, len(self.rendered.prompt) + len(self.ids) - 1)
         if self._unshown:
             deltas, self._unshown = joined([*self._unshown, *deltas]), []
@@ -150,8 +156,8 @@ class Sample:
         )
 
     def _read(self, chunk: Chunk) -> tuple[int, list[Delta]]:
-        """Read the ids of a chunk, token by token only where one of them may be the last or logprobs are
-        requested: that costs 2 us more per token.
+        """Read the ids of a chunk. They are read one by one only if one of them may be the last or logprobs
+        are requested, because that costs 2 us more per token.
         """
         if not self.reads_each_token and self.request.logprobs is None:
             return len(chunk.ids), self.parser.feed(chunk.ids)
@@ -192,7 +198,7 @@ def request_ids(call_id: str, count: int) -> Iterator[str]:
 
 
 def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapter: str = "") -> GenerateOrder:
-    """The engine order of a sample."""
+    """The order for the engine to generate a sample."""
     return GenerateOrder(
         request_id=sample.request_id,
         prompt=sample.rendered.prompt,
@@ -210,10 +216,10 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapte
 
 
 def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: TurnState, at: float) -> Turn:
-    """The turn of a sample that ended. Without a sampled token it has no answer, so that no request extends
-    it.
+    """The turn of a sample that ended. A turn without a sampled token has no answer, so that no request
+    extends it.
 
-    The answer keeps no logprobs: the turn has those of every token, and alternatives where its task requests
+    The answer keeps no logprobs: the turn has those of every token, and top logprobs if its task requests
     them.
     """
     plan, request, answer = sample.plan, sample.request, sample.answer
@@ -259,7 +265,7 @@ def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: Tur
 
 
 def _notes(sample: Sample) -> Iterator[str]:
-    """The notes on its request for readers of the turn."""
+    """The notes on the request for readers of the turn."""
     request, rendered = sample.request, sample.rendered
     if rendered.close_length:
         yield f"closed: the first {rendered.close_length} ids end the parent's cut sample"
@@ -273,7 +279,7 @@ def _notes(sample: Sample) -> Iterator[str]:
 
 
 def _first(lines: Sequence[str]) -> Iterator[str]:
-    """The first of lines that a client may send by the hundred thousand, shortened, and how many follow."""
+    """The first lines, shortened, and how many follow. A client may cause hundreds of thousands of lines."""
     yield from (line if len(line) <= NOTE_CHARS else line[:NOTE_CHARS] + "…" for line in lines[:NOTES])
     if len(lines) > NOTES:
         yield f"{len(lines) - NOTES} more"

@@ -1,1 +1,1 @@
-"""Turns into training sequences."""
+"""Make training sequences from turns."""

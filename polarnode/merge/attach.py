@@ -1,16 +1,18 @@
-"""Where a request attaches: from its messages to the turn whose tokens it extends.
+"""Where a request attaches: its messages determine the turn whose tokens it extends.
 
-`attach` reads the messages once, left to right. The key of a path decides; references only choose between
-turns with the same key, and prove that a changed message is one of ours. `Plan` is what was decided of one
-request. `regrouped` first joins the calls of one answer that a harness shows as several messages.
+`attach` reads the messages once, left to right. The key of a path decides. References only choose between
+turns with the same key, and prove that a changed message was an answer of this node. `Plan` is what was
+decided for one request. `regrouped` first joins the calls of one answer that a harness shows as several
+messages.
 
 Invariant: a match means that every client message before it is, verbatim, what that turn was conditioned on.
-Messages are joined only if their ids prove that they are one turn's, in its order. Document each new reason
-in docs/token-fidelity.md.
+Messages are joined only if their ids prove that they belong to one turn, in its order. Document each new
+reason in docs/token-fidelity.md.
 
-A reference is put into tool-call ids and thinking signatures and found again in whatever spelling a harness
-returns. It distinguishes twins and proves identity; it never overrides what a client changed. References stay
-signed: a model can write any id, and must not be able to write one that is believed.
+A reference is put into tool-call ids and thinking signatures, and is recognised in whatever spelling a
+harness returns. It distinguishes twins (turns with equal text) and proves identity; it never overrides what a
+client changed. References stay signed: a model can write any id, and must not be able to write one that is
+accepted.
 """
 
 import hmac
@@ -47,9 +49,9 @@ _INDEX_DIGITS: Final = 6  # 16 million turns a session
 # 40 bits: a model that guesses once a turn never hits, and an id stays within 40 characters
 _SIGNATURE_DIGITS: Final = 10
 _REF_DIGITS: Final = _INDEX_DIGITS + _SIGNATURE_DIGITS
-PLACE_DIGITS: Final = 2  # at a call id's end: which call of its turn
-# Ours are 40 characters at most. Longer opaque fields (real vendors' signatures) are not ours; their head is
-# enough to say so.
+PLACE_DIGITS: Final = 2  # the digits at the end of a call id, which number the call within its turn
+# Ids of this node have 40 characters at most. Longer opaque fields (the signatures of real vendors) come from
+# elsewhere, and their beginning is enough to tell.
 _LONGEST: Final = 96
 
 _SEPARATORS: Final = re.compile(r"[^0-9A-Za-z]+")
@@ -58,8 +60,8 @@ _HEX_RUN: Final = re.compile(rf"[0-9a-f]{{{_REF_DIGITS},}}")
 
 @frozen(kw_only=True)
 class Located:
-    """A proven reference: the turn, and the digits after it (which call of the turn; empty in a
-    signature).
+    """A proven reference: the index of its turn, and the digits that follow the reference (the number of a
+    call; empty in a signature).
     """
 
     index: int
@@ -68,19 +70,22 @@ class Located:
 
 @frozen
 class References:
-    """The references of one session. `secret` is the node's, never shown.
+    """The references of one session. `secret` is the node's and is never shown.
 
-    Only references that `ref` has made are found again. A request may hold ten thousand ids with eighty
-    places each where one could stand: signing an index for each place held the event loop for seconds.
+    Only references that `ref` has made are recognised. A request may hold ten thousand ids with eighty places
+    each where a reference could begin, and signing an index for each place blocked the event loop for
+    seconds.
     """
 
     session_id: str
     _secret: bytes = field(repr=False)
-    _made: dict[str, int] = field(factory=dict, init=False, repr=False, eq=False)  # one for each turn
-    _refs: dict[int, str] = field(factory=dict, init=False, repr=False, eq=False)  # the same by turn
+    # maps each reference to its turn's index
+    _made: dict[str, int] = field(factory=dict, init=False, repr=False, eq=False)
+    # maps each turn's index to its reference
+    _refs: dict[int, str] = field(factory=dict, init=False, repr=False, eq=False)
 
     def ref(self, index: int) -> str:
-        """16 lower hex characters: 6 of the turn's index, 10 that sign it."""
+        """The reference of a turn: 16 lower-case hex digits, 6 for the turn's index and 10 that sign it."""
         known = self._refs.get(index)
         if known is not None:
             return known
@@ -92,12 +97,14 @@ class References:
 
     @property
     def secret_hex(self) -> str:
-        """The secret in hex, for a file that only the node reads: a fork has its parent's references."""
+        """The secret in hex, for a file that only the node reads, because a fork uses its parent's
+        references.
+        """
         return self._secret.hex()
 
     def adopt(self, index: int, call_id: str) -> None:
-        """Keep the reference in the id of a tool call, which another session's turn of this index made: a
-        fork answers with its parent's ids, and harnesses may write them down.
+        """Accept the reference in the id of a tool call that the turn of this index made in another session.
+        A fork answers with its parent's ids, and harnesses may write them down.
         """
         made = call_id[-_REF_DIGITS - PLACE_DIGITS : -PLACE_DIGITS]
         if _HEX_RUN.fullmatch(made) and int(made[:_INDEX_DIGITS], 16) == index:
@@ -108,12 +115,12 @@ class References:
         return f"{prefix}{self.ref(index)}{k:0{PLACE_DIGITS}x}"
 
     def signature(self, index: int) -> str:
-        """What stands for a thinking block's signature: base64, never empty, the same every time."""
+        """What stands in for the signature of a thinking block: base64, never empty, the same every time."""
         return b64encode(self.ref(index).encode()).decode()
 
     def locate(self, opaque: str) -> Located | None:
-        """The reference hidden in an opaque field, in any spelling harnesses return; None when there is none
-        or it is forged.
+        """The reference hidden in an opaque field, in any spelling that harnesses return. None if there is
+        none or it is forged.
         """
         for spelling in _spellings(opaque[:_LONGEST]):
             for run in _HEX_RUN.findall(spelling):
@@ -123,16 +130,16 @@ class References:
         return None
 
     def prove(self, opaque: str) -> int | None:
-        """The index of the turn an opaque field names, proven by its signature."""
+        """The index of the turn that an opaque field names, proven by the reference's signature."""
         located = self.locate(opaque)
         return None if located is None else located.index
 
     def find_refs(self, opaques: Iterable[str]) -> frozenset[int]:
-        """All turns that some opaque fields prove."""
+        """The indexes of all turns that these opaque fields prove."""
         return frozenset(index for index in map(self.prove, opaques) if index is not None)
 
     def _in_run(self, run: str) -> Located | None:
-        # A prefix may end in hex letters once its separator is stripped ("fc_"), so every place of the run is
+        # A prefix may end in hex letters once its separator is removed (`fc_`), so every place of the run is
         # tried.
         for start in range(len(run) - _REF_DIGITS + 1):
             index = self._made.get(run[start : start + _REF_DIGITS])
@@ -142,7 +149,7 @@ class References:
 
 
 def _spellings(opaque: str) -> Iterable[str]:
-    """The field without separators, and what it says if it is base64 of a reference."""
+    """The field without separators, and its decoded text if it is the base64 of a reference."""
     bare = _SEPARATORS.sub("", opaque)
     yield bare.lower()
     try:
@@ -153,13 +160,13 @@ def _spellings(opaque: str) -> Iterable[str]:
 
 # ── plans ─────────────────────────────────────────────────────────────────────────────────────────
 
-# Reason of a turn that continues another: its client left before the answer and sent the same request again.
-# The later turn holds the whole answer.
+# The reason of a turn that continues a cut turn: the client left before the answer and sent the same request
+# again. The later turn holds the whole answer.
 RESUMED: Final = figures.RESUMED
-# Reason of the further turns of a call whose client requested several answers.
+# The reason of the further turns of a call whose client requested several answers.
 CHOICE: Final = "choice"
-# Reason of a turn that begins a row although it could extend one: its task uses the thinking policy
-# `template`, and the template leaves out earlier thinking.
+# The reason of a turn that begins a row although it could extend one, because its task uses the thinking
+# policy `template` and the template leaves out earlier thinking.
 THINKING_TEMPLATE: Final = "thinking_template"
 
 
@@ -168,11 +175,11 @@ class Plan:
     """How one request will be rendered. `parent` and `new` decide the prompt; `kind` and `reason` only name
     it.
 
-    With a parent the prompt is `Lineages.history(plan)`, a close if the parent's sample is missing one, and
-    the suffix of `new`. With a parent and no new messages, generation continues exactly where the parent's
-    sample ended. Without a parent `new` is every message: a full render. `prefill` is the text of a last
-    message with which the prompt ends. `matched` of `total` messages are in the parent's path. `request_key`,
-    `before_key`, `lineage`, `kind` and `role` are copied to the turn.
+    With a parent, the prompt is `Lineages.history(plan)`, then the ids that close the parent's sample if it
+    was cut, then the suffix for `new`. With a parent and no new messages, generation continues exactly where
+    the parent's sample ended. Without a parent, `new` is every message: a full render. `prefill` is the text
+    of a last assistant message, with which the prompt ends. `matched` of `total` messages are in the parent's
+    path. `request_key`, `before_key`, `lineage`, `kind` and `role` are copied to the turn.
     """
 
     index: int
@@ -190,14 +197,14 @@ class Plan:
     prefill: str = ""
 
     def after(self, answer: Answer) -> str:
-        """The turn's `message_key`: the path with this answer, as returned to the client, which shows it as
-        one message with the text that it went on.
+        """The turn's `message_key`: the key of the path with this answer. The client shows the answer as one
+        message together with the prefill that it continued.
         """
         return advance(Path.read(self.before_key).key, answer.as_message(prefill=self.prefill))
 
 
 def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
-    """A plan for one more sample of the same prompt: a sibling, not a retry."""
+    """A plan for one more sample of the same prompt. It is a sibling, not a retry."""
     kind: TurnKind = "root" if plan.parent is None else "branch"
     return evolve(
         plan,
@@ -237,8 +244,8 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
     O(messages).
     """
     kept: list[Message] = []
-    joined: dict[int, int] = {}  # turn -> the number of messages that showed its calls
-    last: int | None = None  # index of the last assistant message; only tool results follow it
+    joined: dict[int, int] = {}  # maps a turn to the number of messages that showed its calls
+    last: int | None = None  # the index of the last assistant message, if only tool results follow it
     for message in request.conversation.messages:
         turn = (
             None
@@ -246,7 +253,7 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
             else _turn(kept[last], message, references)
         )
         if turn is not None and last is not None:
-            # its text equals the first message's, or is empty
+            # Its text is that of the first message, or empty.
             kept[last] = kept[last].joined(evolve(message, text="", thinking=""))
             joined[turn] = joined.get(turn, 1) + 1
             continue
@@ -266,8 +273,8 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
 
 
 def _alike(first: Message, second: Message) -> bool:
-    """Cheap test for two messages that may be one answer: their call ids differ only in the call's number,
-    and the second has no new text.
+    """A cheap test for two messages that may be one answer: their call ids differ only in the number of the
+    call, and the second has no new text.
     """
     if not (second.calls and first.calls and second.role == "assistant"):
         return False
@@ -278,7 +285,7 @@ def _alike(first: Message, second: Message) -> bool:
 
 
 def _turn(first: Message, second: Message, references: References) -> int | None:
-    """The turn whose calls both messages show, in order."""
+    """The turn whose calls both messages show, in order; None if they do not belong to one turn."""
     found = [references.locate(call.id) for call in (first.calls[-1], *second.calls)]
     proven = [one for one in found if one is not None]
     in_order = all(one.rest < other.rest for one, other in pairwise(proven))
@@ -294,13 +301,13 @@ def _turn(first: Message, second: Message, references: References) -> int | None
 
 @frozen(kw_only=True)
 class Attached:
-    """What a request extends: the turn (None for a root) and how many of the request's messages that turn's
+    """What a request extends: the turn (None for a root), and how many of the request's messages that turn's
     path holds. `path` is the path of the whole request.
 
-    `follows` is the turn that the request continues without extending it: the turn's answer is here, but the
-    user message it answered is missing or changed. `rerendered` is the turn that the request could extend if
-    its thinking did not have to be rendered again. `keys` holds the path's key before each message and after
-    the last.
+    `follows` is the turn that the request continues without extending it: the turn's answer is there, but the
+    user message that it answered is missing or changed. `rerendered` is the turn that the request could
+    extend if its thinking did not have to be rendered again. `keys` holds the key of the path before each
+    message and after the last.
     """
 
     path: Path
@@ -313,16 +320,17 @@ class Attached:
 
     @property
     def before(self) -> int | None:
-        """The turn that the request continues, whether it extends it or not."""
+        """The turn that the request continues, whether it extends that turn or not."""
         return next((turn for turn in (self.follows, self.parent, self.rerendered) if turn is not None), None)
 
 
 @define(eq=False)
 class _Pass:
-    """State of the pass over a request's messages. `keys` has one more entry than messages read; `best` is
-    the number of messages that some turn's path holds.
+    """The state of one pass over a request's messages. `keys` has one entry more than the messages read.
+    `best` is the number of messages that the path of some turn holds.
 
-    `ours` and `odd` are kept in a `Trail`.
+    `ours` and `odd` are those of a `Trail`: the places after assistant messages that are exactly an answer of
+    this session, and those after all other assistant messages.
     """
 
     ledger: Ledger
@@ -332,21 +340,23 @@ class _Pass:
     keys: list[str]
     best: int = 0
     edits: list[str] = field(factory=list)
-    # the first assistant message after `best` that is not ours at this place, and the key before it
+    # the first assistant message after `best` that is not this session's answer at this place, and the key
+    # before it
     stray: tuple[int, str] | None = None
     ours: list[int] = field(factory=list)
     odd: list[int] = field(factory=list)
-    # the stop strings that the client put back, by the place after their message
+    # maps the place after a message to the stop string that the client put back at its end
     stops: dict[int, str] = field(factory=dict)
     # the first message that differs from the earlier request with the longest common prefix
     diverged: int | None = None
-    # the last turn after `best` whose answer stands here, but not the user message it answered
+    # the last turn after `best` whose answer is here without the user message that it answered
     follows: int | None = None
 
     def recall(self, trail: Trail, length: int) -> int:
-        """Reuse the results of an earlier pass for the messages both requests begin with; return their
-        number. Answers are only ever added, so a message that was ours stays ours. All other assistant
-        messages are looked up again, and reuse ends at the first with another result.
+        """Reuse the results of an earlier pass for the messages with which both requests begin, and return
+        their number. Answers are only ever added, so a message that was an answer of this session remains
+        one. All other assistant messages are looked up again, and reuse ends at the first that has another
+        result.
         """
         self.keys[:] = trail.keys[: length + 1]
         for place in trail.odd:
@@ -392,8 +402,8 @@ class _Pass:
         return key
 
     def _stopped(self, position: int, message: Message, before: str) -> str | None:
-        """The key of the turn whose answer this is with the stop string at which it ended. The model sampled
-        that too, and only the answer to the client lacks it.
+        """The key of the turn whose answer this is, together with the stop string at which it ended. The
+        model sampled the stop string too; only the answer to the client lacks it.
         """
         for stop, shown in self.ledger.without_stops(before, message):
             key = advance(before, shown, canonical=self.memo.canonical)
@@ -403,7 +413,7 @@ class _Pass:
         return None
 
     def _follow(self, position: int, message: Message, before: str) -> None:
-        """Look for a turn with this answer whose user message is missing or changed here."""
+        """Look for a turn with this answer whose user message is missing or changed in this request."""
         after_user = position > 0 and self.messages[position - 1].role == "user"
         places = [before, self.keys[position - 1]] if after_user else [before]
         found = (
@@ -414,8 +424,8 @@ class _Pass:
         self.follows = next((turn for turn in found if turn is not None), self.follows)
 
     def _excused(self, position: int, message: Message, before: str) -> str | None:
-        """The key of the turn that a changed message provably comes from: same call ids in the same order,
-        text equal or dropped.
+        """The key of the turn from which a changed message provably comes: it has the same call ids in the
+        same order, and its text is equal or was dropped.
         """
         candidates = self.ledger.answers_to(before)
         proven = self.references.find_refs(opaques(message)) if candidates else frozenset()
@@ -431,7 +441,7 @@ class _Pass:
 def attach(
     conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: Memo
 ) -> Attached:
-    """Find the turn a request extends. O(bytes of the request)."""
+    """Find the turn that a request extends. O(bytes of the request)."""
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
     walk = _walk(root_key(tools, thinking), _Pass(ledger, references, memo, conversation.messages, []))
     path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
@@ -446,7 +456,9 @@ def attach(
 
 
 def _walk(root: str, walk: _Pass) -> _Pass:
-    """Pass over the messages once, starting after those whose results an earlier request's pass supplies."""
+    """Pass over the messages once. The first messages are skipped if the pass of an earlier request has their
+    results.
+    """
     numbers = walk.memo.numbers(walk.messages)
     trail, length = walk.memo.trails.longest(root, numbers)
     walk.keys.append(root)
@@ -479,8 +491,9 @@ def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str
 
 
 def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]:
-    """Among twins, the turn whose path most of the request's references prove; on a tie the latest, with a
-    note. A stop string that came back tells twins apart that ended at different ones.
+    """Among twins, choose the turn whose path most of the request's references prove, and on a tie the
+    latest, with a note. A stop string that the client put back distinguishes twins that ended at different
+    ones.
     """
     key, stop = walk.keys[walk.best], walk.stops.get(walk.best)
     twins = walk.ledger.answered_with(key) if stop is None else walk.ledger.stopped_with(key, stop)
@@ -499,7 +512,7 @@ def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]
 
 
 def opaques(message: Message) -> Iterator[str]:
-    """Every field of a message that may hold one of our references."""
+    """Every field of a message that may hold a reference of this session."""
     yield from message.refs
     for call in message.calls:
         yield call.id
@@ -508,8 +521,8 @@ def opaques(message: Message) -> Iterator[str]:
 
 
 def excusable(references: References, turn: Turn, echoed: Message) -> bool:
-    """Whether an echoed message is a changed answer of ours: same call ids in the same order, text equal or
-    dropped, with or without the stop string at which it ended.
+    """Whether an echoed message is a changed answer of this turn: the same call ids in the same order, and
+    the text equal or dropped, with or without the stop string at which it ended.
     """
     answer, ours = turn.answer, turn.message
     if answer is None or ours is None:
@@ -535,14 +548,14 @@ def _edit(position: int, index: int, ours: Message, echoed: Message) -> str:
 
 
 def _diverged(walk: _Pass) -> list[str]:
-    """The first message that differs from an earlier request of the same conversation, if the client wrote
-    it.
+    """A note on the first message that differs from an earlier request of the same conversation, if the
+    client wrote that message.
     """
     place, messages = walk.diverged, walk.messages
     if place is None or place < walk.best or walk.follows is not None or messages[place].role == "assistant":
         return []
     if all(message.role == "system" for message in messages[:place]):
-        return []  # another conversation with the same head
+        return []  # This is another conversation with the same system messages.
     return [
         (
             f"{figures.DIVERGED}: message {place} ({messages[place].role}) is not what an earlier request had"
@@ -552,7 +565,9 @@ def _diverged(walk: _Pass) -> list[str]:
 
 
 def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
-    """How the first unmatched message that should be ours differs from the answer."""
+    """A note on how the first unmatched message that should be an answer of this session differs from that
+    answer.
+    """
     if walk.stray is None:
         return []
     if walk.follows is not None:

@@ -1,12 +1,13 @@
-"""Builders: from turns to training rows, and from long rows to slices.
+"""Builders make training rows from turns, and slices from rows that are too long.
 
 `prefix_merging` makes one row for each leaf of the turns, `per_request` one for each trained turn. A custom
-builder uses `select` (which turns are trained), `line_to` and `row` or `rows`.
+builder uses `select` (which turns are trained), `line_to`, and `row` or `rows`.
 
-Invariants: a row is, token for token, what the engine was conditioned on, copied from the turns; a sampled
-token is trainable in one row only. A trained sample is never cut and lies in one slice; a slice begins where
-a turn ended, with at least one token before its first trained one; slices do not overlap. `invariants.check`
-tests every result. All of it is linear in the output: no recursion, ids are copied as memory.
+Invariants: a row is, token for token, what the engine was conditioned on, copied from the turns. A sampled
+token is trainable in one row only. A trained sample is never cut and lies in one slice. A slice begins where
+a turn ended, with at least one token before its first trained one, and slices do not overlap.
+`invariants.check` tests every result. Everything here is linear in the output: there is no recursion, and ids
+are copied as memory.
 """
 
 from array import array
@@ -39,8 +40,8 @@ from polarnode.merge.token_extras import row_extras
 
 @frozen(kw_only=True)
 class Slice:
-    """Tokens [start, end) of a row: all tokens, or the last ones, that turns `first` to `last` (positions in
-    the line, inclusive) added.
+    """Tokens [start, end) of a row. They are the tokens, all or the last ones, that turns `first` to `last`
+    added (positions in the line, inclusive).
     """
 
     start: int
@@ -53,10 +54,10 @@ class Slice:
 
 
 def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> list[Slice]:
-    """The slices of the row of a line of turns; a single slice if the row is within the limit. `trained` are
-    turn indexes.
+    """The slices of the row that a line of turns makes; a single slice if the row is within the limit.
+    `trained` are turn indexes.
 
-    `line` may begin after the root when at least `limit` of its tokens are there.
+    `line` may begin after the root if it still has at least `limit` tokens.
     """
     end, begin = line[-1].end, line[0].begin
     if limit is None or end <= limit:
@@ -85,7 +86,7 @@ def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) ->
 
 def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int, int]]:
     """The trained turns as position ranges (first, last). A turn that follows a trained sample directly has
-    no context of its own and stays in that sample's range.
+    no context of its own, and stays in that sample's range.
     """
     places = [place for place, turn in enumerate(line) if turn.index in trained]
     first = places[0]
@@ -97,7 +98,7 @@ def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int
 
 
 def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> Iterator[tuple[int, int]]:
-    """Join as many units as fit, from the left; no other division needs fewer slices."""
+    """Join as many ranges as fit, from the left. No other division needs fewer slices."""
     first, last = units[0]
     for unit in units[1:]:
         if line[unit[1]].end - line[first].begin > limit:
@@ -108,14 +109,14 @@ def _groups(line: Sequence[Turn], units: list[tuple[int, int]], limit: int) -> I
 
 
 def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int, low: int) -> int:
-    """Start of the slice whose first trained turn is at position `first`: not before `low`, and at the end of
-    a turn if one is in range.
+    """The start of the slice whose first trained turn is at position `first`: not before `low`, and at the
+    end of a turn if one is in range.
     """
     sample = line[first].prompt_length
     if low == floor:
         return floor
     if low >= sample:
-        # a sample as long as the limit or longer: keep one token before it
+        # The sample is as long as the limit or longer. One token before it is kept.
         return max(floor, sample - 1)
     end = ends[bisect_left(ends, low)]
     return end if end < sample else low
@@ -125,22 +126,22 @@ def _start(line: Sequence[Turn], ends: Sequence[int], first: int, *, floor: int,
 
 
 def prompt_ids(turns: Sequence[Turn], index: int) -> "array[int]":
-    """The ids that turn `index` was conditioned on, exactly: a fresh int32[prompt_length]."""
+    """Exactly the ids on which turn `index` was conditioned: a fresh int32[prompt_length]."""
     return ledger.prompt_ids({turn.index: turn for turn in turns}, index)
 
 
 def line_to(by_index: Mapping[int, Turn], index: int, *, tokens: int | None = None) -> list[Turn]:
-    """The turns from a root to `index`; with a number of tokens, only the last turns that together hold at
+    """The turns from a root to `index`. With a number of tokens, only the last turns that together hold at
     least that many.
     """
     return ledger.chain(by_index, index, since=-1 if tokens is None else by_index[index].end - tokens)
 
 
 def row(line: Sequence[Turn], trained: Collection[int], *, prompt_length: int | None = None) -> Trace:
-    """The trace of a line of turns, from its root, with loss on the samples of the turns whose index is
-    in `trained`.
+    """The trace of a line of turns, from its root, with loss on the samples of the turns whose index is in
+    `trained`.
 
-    `prompt_length` is where the answer begins; the default is the first sample.
+    `prompt_length` is where the answer begins; by default that is at the first sample.
     """
     [trace] = rows(line, trained, prompt_length=prompt_length)
     return trace
@@ -153,14 +154,14 @@ def rows(
     limit: int | None = None,
     prompt_length: int | None = None,
 ) -> Iterator[Trace]:
-    """As `row`, in slices of at most `limit` tokens. Each trained turn must be in the line."""
+    """As `row`, but in slices of at most `limit` tokens. Each trained turn must be in the line."""
     for cut in slices(line, trained, limit):
         yield _row(line[cut.first : cut.last + 1], trained, cut, prompt_length)
 
 
 def _row(line: Sequence[Turn], trained: Collection[int], cut: Slice, prompt_length: int | None) -> Trace:
     leaf, length = line[-1], cut.end - cut.start
-    # before the arrays that are eight times as large are allocated: it is copied once
+    # The mask is made before the arrays, which are eight times as large, because it is copied once.
     mask = _mask(line, trained, cut)
     token_ids, logprobs = array("i", [0]) * length, array("f", [0.0]) * length
     with memoryview(token_ids) as tokens, memoryview(logprobs) as chances:
@@ -205,7 +206,7 @@ def _mask(line: Sequence[Turn], trained: Collection[int], cut: Slice) -> bytes:
 
 
 def _copy(tokens: "memoryview[int]", source: "array[int]", *, end: int) -> None:
-    """Copy ids so that they end at `end`; ids before the row's first position are cut."""
+    """Copy ids so that they end at `end`. Ids before the first position of the row are left out."""
     start = end - len(source)
     if end > 0:
         tokens[max(start, 0) : end] = memoryview(source)[max(-start, 0) :]
@@ -237,18 +238,18 @@ __all__ = [
 
 Builder = Callable[[Sequence[Turn], Mapping[str, Json]], Built]
 
-# Tokens of one session's traces: 128 rows of 128k. Each row repeats its context, so 400 short questions about
-# one long prompt are gigabytes; a trajectory of this size is an event of 160 MB.
+# The limit on the tokens of one session's traces: 128 rows of 128k. Each row repeats its context, so 400
+# short questions about one long prompt would be gigabytes. A trajectory of this size is an event of 160 MB.
 SESSION_TOKENS: Final = 16 << 20
-OVERSIZE: Final = "oversize"  # why a turn is left out whose row would exceed them
+OVERSIZE: Final = "oversize"  # the reason of a turn that is left out because its row would exceed the limit
 
 
 def build(
     spec: BuilderSpec, turns: Sequence[Turn], *, inherited: int = 0, allowed_imports: tuple[str, ...] = ()
 ) -> Built:
-    """The rows of a session from the named builder; turns with an index below `inherited` are context alone,
-    which a builder reads in its config as `inherited_turns`. Raises Refused for an unknown name, a wrong
-    config or a failing import.
+    """Make the rows of a session with the named builder. Turns with an index below `inherited` are only
+    context, which a builder reads in its config as `inherited_turns`. Raises Refused for an unknown name, a
+    wrong config or a failing import.
 
     Raises InvariantViolated if the turns themselves are incomplete, before any row is made. Turns whose rows
     would exceed SESSION_TOKENS together are left out.
@@ -276,10 +277,10 @@ def prefix_merging(
     turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = SESSION_TOKENS
 ) -> Built:
     """One row for each leaf of the tree of turns. A turn in several rows is trained in the first of them and
-    is context in the others. The first is chosen rather than the longest because a row then does not change
-    with later turns; the number of rows and tokens is the same.
+    is context in the others. The first row is chosen, not the longest, because a row then does not change
+    when later turns are added; the number of rows and tokens is the same.
 
-    Rows beyond `most_tokens` together are not made; their turns are left out where no other row has them.
+    Rows beyond `most_tokens` in total are not made, and their turns are left out if no other row has them.
     """
     selection = select(turns, config)
     limit, room = selection.settings.max_row_tokens, inf if most_tokens is None else most_tokens
@@ -302,7 +303,7 @@ def per_request(
     turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = SESSION_TOKENS
 ) -> Built:
     """One row for each trained turn: its whole prompt as context, its sample with loss. A prompt that is too
-    long keeps its end. Turns whose rows would exceed `most_tokens` together are left out.
+    long keeps its end. Turns whose rows would exceed `most_tokens` in total are left out.
     """
     selection = select(turns, config)
     limit, room = selection.settings.max_row_tokens, inf if most_tokens is None else most_tokens
@@ -320,12 +321,12 @@ def per_request(
 
 
 def _tokens(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> int:
-    """How many tokens the rows of a line have."""
+    """The number of tokens in the rows of a line."""
     return sum(cut.end - cut.start for cut in slices(line, trained, limit))
 
 
 def _built(traces: Sequence[Trace], selection: TrainableSelection, taken: Collection[int]) -> Built:
-    """The rows, with every trained turn that is in none of them left out as OVERSIZE."""
+    """The rows, and the turns left out. Every trained turn that is in no row is left out as OVERSIZE."""
     over = [LeftOut(turn=index, reason=OVERSIZE) for index in selection.trained_indexes if index not in taken]
     left_out = sorted((*selection.left_out, *over), key=lambda each: each.turn)
     return Built(traces=tuple(traces), left_out=tuple(left_out))

@@ -1,11 +1,11 @@
-"""What is read off a session's turns: the words that notes begin with, counts of lineages, and conversations.
+"""What a session's turns show: the words with which notes begin, the counts of lineages, and conversations.
 
-A note is `word: sentence`; notes are counted by word. `lineage_figures` gives `metrics.lineage` of a
+A note is `word: sentence`, and notes are counted by word. `lineage_figures` gives `metrics.lineage` of a
 trajectory, `summed` the sums over many. Words and names are added and never removed, because trajectories are
-kept for years; document new ones in docs/token-fidelity.md and docs/api.md.
+kept for years. Document new ones in docs/token-fidelity.md and docs/api.md.
 
-Messages of a conversation are what the client sent and the template was given, answers what the client was
-given; nothing is decoded from tokens. A conversation with a gap is None, never guessed.
+The messages of a conversation are what the client sent and the template was given; its answers are what the
+client was given. Nothing is decoded from tokens. A conversation with a gap is None, never guessed.
 """
 
 from collections import Counter
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 # ── notes ─────────────────────────────────────────────────────────────────────────────────────────
 
-EDITED: Final = "edited"  # a message of ours came back changed, proven by its ids: its tokens are kept
-AMBIGUOUS: Final = "ambiguous"  # several turns fit what came back, and no id decides
+EDITED: Final = "edited"  # an answer came back changed, but its ids prove it, so its tokens are kept
+AMBIGUOUS: Final = "ambiguous"  # several turns fit an answer that came back, and no id decides
 REWRITTEN: Final = "rewritten"  # an assistant message differs from the answer of the turn at its place
-FOREIGN: Final = "foreign"  # an assistant message that this session did not sample
-# a message differs from an earlier request of the same conversation; the note names the first one
+FOREIGN: Final = "foreign"  # this session did not sample an assistant message
+# A message differs from an earlier request of the same conversation. The note names the first such message.
 DIVERGED: Final = "diverged"
 VOLATILE: Final = "volatile"  # the user message that a turn answered is missing or changed
 RESUMED: Final = "resumed"  # the turn continues the cut sample of another turn
 CLOSED: Final = "closed"  # the parent's sample had no turn end and was closed
-SIDE_CALL: Final = "side call"  # the request carries the sign of a harness's side call
+SIDE_CALL: Final = "side call"  # the request has the sign of a side call of a harness
 THINKING: Final = "thinking"  # which thinking the model was shown, under the thinking policy `template`
 REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
-PREFILLED: Final = "prefilled"  # the answer goes on with the request's last message, an assistant's
+PREFILLED: Final = "prefilled"  # the answer continues the request's last message, an assistant's
 REFUSED: Final = "refused"  # the engine refused what the request asked for
 WORDS: Final = (
     EDITED,
@@ -54,26 +54,26 @@ WORDS: Final = (
 )
 
 KEPT: Final = "its tokens are kept"  # the end of a note on an edit
-# the same ending if the prompt is rendered again
+# The note ends with this instead if the prompt is rendered again.
 AS_SHOWN: Final = "the model sees it as the request shows it"
 
 _SHOWN: Final = f"{THINKING}: shown the thoughts of"
 
 
 def word_of(note: str) -> str | None:
-    """The first word of a note; None for a note without one."""
+    """The word with which a note begins; None if it begins with no known word."""
     head = note.partition(":")[0]
     return head if head in WORDS else None
 
 
 def counted(notes: Iterable[str]) -> "Counter[str]":
-    """The number of notes by first word."""
+    """The number of notes for each word with which they begin."""
     return Counter(word for word in map(word_of, notes) if word is not None)
 
 
 def thinking_notes(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
-    """Notes on earlier thinking, with message positions: what the model was shown, and what the template left
-    out.
+    """Notes on earlier thinking, with the positions of messages: what the model was shown, and what the
+    template left out.
     """
     seen, unseen = ", ".join(map(str, shown)), ", ".join(map(str, hidden))
     hides = (
@@ -96,17 +96,16 @@ def shows_thinking(notes: Iterable[str]) -> bool:
 
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
-# Figures counted by word, and single counts. `prefix_hit_rate` is computed from the sums.
+# The names of counts by word, and of single counts. `prefix_hit_rate` is computed from the sums.
 BY_WORD: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")
 ALONE: Final = ("turns", "lineages", "leaves", "tokens_in", "tokens_new", "tokens_sampled", "malformed_calls")
 
 
 def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, thinking: str) -> dict[str, Json]:
-    """One session's counts. `thinking` is its task's policy.
+    """The counts of one session. `thinking` is the thinking policy of its task.
 
-    `tokens_in` counts all prompt tokens, `tokens_new` those that were not in the prompt or sample of
-    the turn extended; `prefix_hit_rate` is the share of the others. `notes` counts notes by their first
-    word.
+    `tokens_in` counts all prompt tokens, `tokens_new` those that were not in the prompt or sample of the turn
+    extended; `prefix_hit_rate` is the share of the others. `notes` counts notes by their first word.
     """
     sampled = {turn.index: len(turn.sampled) for turn in turns}
     left_out_tokens = Counter[str]()
@@ -125,8 +124,8 @@ def lineage_figures(turns: Sequence[Turn], left_out: Sequence[LeftOut], *, think
 
 
 def summed(figures: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """The sum of many sessions' counts. `thinking` is the sessions' common policy, else `mixed`. A value that
-    is not a number counts as 0.
+    """The sums of the counts of many sessions. `thinking` is the policy of all of them, or `mixed`. A value
+    that is not a number counts as 0.
     """
     words: dict[str, Counter[str]] = {name: Counter() for name in BY_WORD}
     alone = dict.fromkeys(ALONE, 0)
@@ -171,8 +170,8 @@ def _shown(words: Mapping[str, "Counter[str]"], alone: Mapping[str, int], thinki
 
 
 def new_messages_of(plan: "Plan", conversation: Conversation) -> NewMessages:
-    """What the turn of this plan adds: the messages that are rendered, and at a root the tools and
-    thinking flag at the head of the prompt.
+    """What the turn of this plan adds to the conversation: the messages that are rendered, and for a root
+    also the tools and the thinking flag at the head of the prompt.
     """
     messages = tuple(evolve(message, refs=()) if message.refs else message for message in plan.new)
     if plan.parent is not None:
@@ -191,7 +190,7 @@ def _written(tools: Sequence[Tool]) -> str:
 
 
 def tools_of(new: NewMessages) -> tuple[Tool, ...]:
-    """A root's tools, parsed again."""
+    """The tools of a root, parsed from their JSON."""
     found = read_json(new.tools.encode()) if new.tools else []
     return tuple(_tool(each) for each in found if isinstance(each, dict)) if isinstance(found, list) else ()
 
@@ -206,11 +205,11 @@ def _tool(fields: Mapping[str, Json]) -> Tool:
 
 
 def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
-    """The conversation that the model had read and written when turn `index` ended; None if a turn of its
+    """The conversation that the model had read and written when turn `index` ended. None if a turn of its
     line is missing or has no messages.
 
-    `turns` by their index. An answer that continued after a cut is one message, as its client saw it. One
-    that ended at a stop string has it: the model wrote that too, and reads it in the next prompt.
+    `turns` are by index. An answer that continued after a cut is one message, as its client saw it. An answer
+    that ended at a stop string includes it, because the model wrote it and reads it in the next prompt.
     """
     line = line_of(turns, index)
     if line is None:
@@ -232,7 +231,7 @@ def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
 
 
 def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
-    """Append a turn's answer to its messages, or put it in the place of the cut answer that it continues."""
+    """Append a turn's answer to the messages, or let it replace the cut answer that it continues."""
     message = turn.message
     if message is None:
         return
@@ -244,7 +243,7 @@ def _answered(messages: list[Message], before: Turn | None, turn: Turn) -> None:
         and turn.new_messages is not None
         and not turn.new_messages.messages
     )
-    if goes_on and turn.reason == RESUMED:  # its answer includes the tokens sampled before the cut
+    if goes_on and turn.reason == RESUMED:  # The answer includes the tokens sampled before the cut.
         messages[-1] = message
     elif goes_on and before is not None and before.finish_reason not in ("stop", "tool_calls"):
         messages[-1] = messages[-1].joined(message)

@@ -1,14 +1,15 @@
-"""Keys of messages and paths: exact for client text, tolerant of what harnesses change in our answers.
+"""Keys of messages and paths: exact for the client's text, tolerant of what harnesses change in the node's
+answers.
 
-A path is the chain of a request's messages from its root (tools and thinking flag); its key names everything
-up to one place. Equal keys mean that the same prompt ids may be used again. `Trails` keeps the paths of the
-last requests, so that a history that only grows is hashed once.
+A path is the chain of a request's messages from its root (tools and thinking flag). Its key identifies
+everything up to one place, and equal keys mean that the same prompt ids may be used again. `Trails` keeps the
+paths of the last requests, so that a history that only grows is hashed once.
 
-Invariants: no text of a client is ignored; no change that harnesses make on the way back (whitespace around
-our text, JSON spelling, ids, thinking) counts. Volatile lines that a harness puts into its prompt are dropped
-by its provider module, never here. A trail keeps a number for each message, not its text. The number covers
-all that a key covers, and uses Python's own string hash, whose seed is random: a client cannot aim at another
-message's number.
+Invariants: no text of a client is ignored. No change that harnesses make to an answer counts (surrounding
+whitespace, JSON spelling, ids, thinking). Volatile lines that a harness puts into its prompt are dropped by
+its provider module, never here. A trail keeps a number for each message, not its text. The number covers
+everything that a key covers, and uses Python's own string hash, whose seed is random, so a client cannot
+construct a message with the number of another.
 """
 
 from array import array
@@ -28,8 +29,8 @@ from polarnode.core.errors import Refused
 
 # ── trails of earlier requests ────────────────────────────────────────────────────────────────────
 
-# The harnesses seen interleave up to four agents beside side calls of one request each; a thousand messages
-# are some 100 KB.
+# The number of trails kept. The harnesses observed interleave up to four agents, with side calls of one
+# request each. A trail of a thousand messages takes some 100 KB.
 _TRAILS: Final = 8
 
 _call = attrgetter("id", "name", "arguments")
@@ -37,9 +38,9 @@ _call = attrgetter("id", "name", "arguments")
 
 @frozen(kw_only=True)
 class Trail:
-    """A request's path: a number for each message, and a key before each message and after the last. `ours`
-    are the places after assistant messages that were exactly a turn's answer, `odd` those of all other
-    assistant messages, both ascending.
+    """The path of a request: a number for each message, and a key before each message and after the last.
+    `ours` are the places after assistant messages that were exactly a turn's answer, `odd` the places after
+    all other assistant messages, both ascending.
     """
 
     root: str
@@ -49,19 +50,19 @@ class Trail:
     odd: Sequence[int]
 
     def last_ours(self, length: int) -> int:
-        """The number of messages up to the last one of ours among the first `length`."""
+        """The last place in `ours` among the first `length` messages, or 0."""
         found = bisect_right(self.ours, length)
         return self.ours[found - 1] if found else 0
 
 
 @define(eq=False)
 class Trails:
-    """The most recent requests of a session, latest last."""
+    """The most recent requests of a session, the latest last."""
 
     _kept: list[Trail] = field(factory=list)
 
     def longest(self, root: str, numbers: "array[int]") -> tuple[Trail | None, int]:
-        """The trail with the longest common prefix with a request, and the length of that prefix in
+        """The trail that has the longest common prefix with a request, and the length of that prefix in
         messages.
         """
         best: Trail | None = None
@@ -75,7 +76,7 @@ class Trails:
         return best, length
 
     def keep(self, trail: Trail) -> None:
-        """Remember a request's path; it replaces a path that it continues."""
+        """Remember the path of a request. It replaces a path that it continues."""
         grown = (
             kept
             for kept in self._kept
@@ -89,8 +90,8 @@ class Trails:
 
 
 def numbers_of(messages: Sequence[Message]) -> "array[int]":
-    """An int64 for each message, covering all that its key covers. Most of a plan's time is spent here, so no
-    Python function is called per message.
+    """An int64 for each message that covers everything that its key covers. Most of the time of a plan is
+    spent here, so no Python function is called per message.
     """
     return array(
         "q",
@@ -106,7 +107,7 @@ def numbers_of(messages: Sequence[Message]) -> "array[int]":
 
 
 def _shared(one: "array[int]", other: "array[int]") -> int:
-    """Length of the common prefix of two lists."""
+    """The length of the common prefix of two arrays."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -123,37 +124,39 @@ def _shared(one: "array[int]", other: "array[int]") -> int:
 
 # 128 bits: a key represents megabytes of text, and a session makes some thousands of lookups.
 _KEY_BYTES: Final = 16
-# Labels only explain why a path is new; a collision costs a wrong word in a report.
+# A label only explains why a path is new. A collision costs a wrong word in a report.
 _LABEL: Final = 8
 NONE: Final = "-"
 
-# Deeper JSON is compared as it is written; schemas and arguments seen in seven harnesses nest fewer than 12
-# levels.
+# Deeper JSON is compared as it is written. The schemas and arguments observed in seven harnesses nest fewer
+# than 12 levels.
 _DEEPEST: Final = 100
 
-# A session has a handful of tool lists (main, sub-agents, side calls), and long sessions some thousand calls
-# of some hundred bytes: 8192 x 1 KB twice is 16 MB at the very most.
+# A session has a handful of tool lists (main agent, sub-agents, side calls), and a long one some thousand
+# calls of some hundred bytes. 8192 calls of 1 KB, each kept in two spellings, are 16 MB at the very most.
 _TOOL_LISTS: Final = 64
-# of those themselves, which some dialects return again: of as many agents as harnesses interleave
+# The tool lists themselves that are kept, because some dialects return the same list again: one for each
+# agent that harnesses interleave.
 _LATEST_TOOLS: Final = 4
 _REMEMBERED_CALLS: Final = 8192
 _REMEMBERED_LENGTH: Final = 1024
-# Characters of longer calls, of the request that is read now: a prompt of 128k tokens is calls of half of it.
+# The limit on the characters of longer calls that are kept for the request being read. In a prompt of 128k
+# tokens half of the text may be calls.
 _PREPARED_CHARS: Final = 2 << 20
 
-# What Python and JavaScript strip, together, because both kinds of harness trim our text.
+# All characters that Python or JavaScript strips, because harnesses in both languages trim the node's text.
 _BLANK: Final = "".join(chr(code) for code in range(0x3001) if chr(code).isspace()) + "\ufeff"
 
 
 @frozen(kw_only=True)
 class Path:
-    """Where a request stands. `key` (32 hex) names its whole path; the others are labels (8 hex, "-"
-    for none) of its first parts.
+    """Where a request stands. `key` (32 hex digits) identifies its whole path. The others are labels (8 hex
+    digits, "-" for none) of its first parts.
 
-    `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end
-    of the leading system messages, `opening` the path to the first assistant message. `bare` (32 hex)
-    is the path without the last message where that is a user's, because a harness may remove it again.
-    `text` is kept in a turn as `before_key`.
+    `agent` is who asks, `tools` the tool list, `thinking` one of d, y, n, `system` the path to the end of the
+    leading system messages, `opening` the path to the first assistant message. `bare` (32 hex digits) is the
+    path without the last message if that is a user's, because a harness may remove that message later. `text`
+    is kept in a turn as `before_key`.
     """
 
     agent: str
@@ -172,7 +175,8 @@ class Path:
 
     @classmethod
     def read(cls, text: str) -> "Path":
-        agent, tools, thinking, system, opening, key, *bare = text.split(".")  # journals of 0.1 have no bare
+        # Journals of 0.1 have no `bare`.
+        agent, tools, thinking, system, opening, key, *bare = text.split(".")
         return cls(
             agent=agent,
             tools=tools,
@@ -185,12 +189,14 @@ class Path:
 
 
 def label(text: str) -> str:
-    """A short name for a text: 8 hex digits, "-" for the empty one."""
+    """A short name for a text: 8 hex digits, or "-" for the empty text."""
     return _digest(text)[:_LABEL] if text else NONE
 
 
 def tools_key(tools: Sequence[Tool]) -> str:
-    """One key for a tool list as a template shows it: in its order, schemas by meaning; "-" for no tools."""
+    """One key for a tool list as a template shows it: in its order, with schemas compared by meaning; "-" for
+    no tools.
+    """
     if not tools:
         return NONE
     described = [[tool.name, tool.description, tool.parameters] for tool in tools]
@@ -208,14 +214,16 @@ def thinking_letter(conversation: Conversation) -> str:
 
 
 def root_key(tools: str, thinking: str) -> str:
-    """The key that every path starts from: what a template renders at the head of a prompt besides
+    """The key with which every path starts. It covers what a template renders at the head of a prompt besides
     messages.
     """
     return _digest(f"{tools}.{thinking}")
 
 
 def advance(key: str, message: Message, *, canonical: Callable[[str], str] | None = None) -> str:
-    """The key after one more message. O(bytes of the message). `canonical` memoises `canonical_arguments`."""
+    """The key of a path after one more message. O(bytes of the message). `canonical` is a memoised
+    `canonical_arguments`.
+    """
     spell = canonical or _canonical
     if message.role != "assistant":
         return _digest(f"{key}{message.role}|{message.text}")
@@ -226,21 +234,21 @@ def advance(key: str, message: Message, *, canonical: Callable[[str], str] | Non
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two of our texts differ at most in surrounding whitespace."""
+    """Whether two texts of an answer differ at most in surrounding whitespace."""
     return one.strip(_BLANK) == other.strip(_BLANK)
 
 
 def without_end(text: str, end: str) -> str | None:
-    """The text before an ending, whatever blanks surround that; None for a text that ends otherwise."""
+    """The text before an ending, whatever blanks surround the ending. None if the text ends otherwise."""
     whole, bare = text.rstrip(_BLANK), end.strip(_BLANK)
     return whole.removesuffix(bare) if bare and whole.endswith(bare) else None
 
 
 def canonical_arguments(arguments: str) -> str:
-    """Arguments by meaning: type-tagged, keys sorted, numbers by value (1 is 1.0, true is not 1), no
-    text is {}.
+    """Arguments by meaning: type-tagged, keys sorted, numbers by value (1 equals 1.0, true does not equal 1).
+    No text means {}.
 
-    What is no JSON, holds a key twice or nests too deep is compared verbatim.
+    Text that is not JSON, repeats a key or nests too deeply is compared verbatim.
     """
     text = arguments.strip(_BLANK)
     try:
@@ -249,7 +257,8 @@ def canonical_arguments(arguments: str) -> str:
         return "!" + arguments
 
 
-# of the calls that were answered last: each is read for its turn's key, to check it, and in the next request
+# The number of recent calls whose canonical form is kept. Each call is canonicalised for its turn's key, for
+# the check of that key, and in the next request.
 _LATEST_CALLS: Final = 256
 _latest_canonical = lru_cache(_LATEST_CALLS)(canonical_arguments)
 
@@ -261,24 +270,25 @@ def _canonical(arguments: str) -> str:
 
 @define(eq=False)
 class Memo:
-    """Results that a session's requests repeat: each brings its tools and its whole history again, and
-    parsing JSON is most of a fingerprint's time.
+    """Results that a session's requests need again and again. Each request brings its tools and its whole
+    history, and parsing JSON is most of the time of a fingerprint.
 
-    Measured: 12 tools of 31 KB 310 us parsed, 40 us remembered; a call's arguments 5 us and 0.1 us; a
-    message of 120 characters 1.4 us and 0.2 us.
+    Measured: 12 tools of 31 KB take 310 us to parse and 40 us to look up, a call's arguments 5 us and 0.1 us,
+    a message of 120 characters 1.4 us and 0.2 us.
     """
 
     trails: Trails = field(factory=Trails)
     _tools: dict[bytes, str] = field(factory=dict)
     _arguments: dict[str, str] = field(factory=dict)
     _prepared: dict[str, str] = field(factory=dict)
-    _latest_tools: tuple[tuple[Sequence[Tool], str], ...] = ()  # the lists themselves, with their keys
-    # of the request before: dialects return the very messages that a request repeats
+    _latest_tools: tuple[tuple[Sequence[Tool], str], ...] = ()  # the tool lists themselves, with their keys
+    # The messages of the latest request with their numbers, because dialects return the same objects for
+    # messages that a request repeats.
     _latest: tuple[Sequence[Message], "array[int]"] = ((), array("q"))
 
     def prepare(self, conversation: Conversation) -> None:
-        """Read the tools and the calls of a request that will be planned, in any thread: a call with a
-        million numbers takes a second.
+        """Canonicalise the tools and the calls of a request that will be planned. Any thread may do this; a
+        call with a million numbers takes a second.
         """
         self.tools_key(conversation.tools)
         long: dict[str, str] = {}
@@ -292,7 +302,7 @@ class Memo:
         self._prepared = long
 
     def tools_key(self, tools: Sequence[Tool]) -> str:
-        """As the function of that name. A list that a request shares with the one before is known as such."""
+        """As the function of that name. The list object of an earlier request is recognised."""
         for latest, key in self._latest_tools:
             if latest is tools:
                 return key
@@ -301,7 +311,7 @@ class Memo:
         return key
 
     def numbers(self, messages: Sequence[Message]) -> "array[int]":
-        """As `numbers_of`. Those of messages that the request before had are known."""
+        """As `numbers_of`. Message objects of the request before are recognised."""
         latest, known = self._latest
         same = list(map(is_, latest, messages))
         shared = same.index(False) if False in same else len(same)
@@ -312,7 +322,7 @@ class Memo:
     def _key_of(self, tools: Sequence[Tool]) -> str:
         try:
             written = orjson.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
-        except TypeError:  # what orjson cannot write (a number beyond 64 bits) is read every time
+        except TypeError:  # A list that orjson cannot write (a number beyond 64 bits) is read every time.
             return tools_key(tools)
         name = blake2b(written, digest_size=_KEY_BYTES).digest()
         if name not in self._tools:
@@ -338,12 +348,12 @@ def _make_room(memo: dict[Any, str], most: int) -> None:
 
 
 def _digest(text: str) -> str:
-    # surrogatepass: JSON may hold half a surrogate pair, and a message of it is still a message.
+    # JSON may hold half a surrogate pair, and a message with one is still a message, hence surrogatepass.
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).hexdigest()
 
 
 class _Number(str):
-    """A JSON number by value: digits without zeros at either end, and an exponent."""
+    """A JSON number by value: its digits without zeros at either end, and an exponent."""
 
     __slots__ = ()
 
@@ -378,8 +388,8 @@ _DECODER: Final = JSONDecoder(
 
 
 def _tagged(value: object, depth: int) -> str:
-    """A value as text that no other value has. Strings and keys carry their length, so nothing inside
-    can look like structure.
+    """A value as text that no other value has. Strings and keys carry their length, so nothing inside them
+    can pass for structure.
     """
     if depth == 0:
         raise ValueError(f"nested more than {_DEEPEST} levels deep")

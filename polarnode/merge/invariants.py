@@ -1,19 +1,20 @@
-"""The invariants of a trajectory, checked on every one before it is published.
+"""The invariants of a trajectory, which are checked for every one before it is published.
 
-1. For each turn, the trace it lies in starts with that turn's prompt ids followed by its sampled ids.
-   A slice of a row that is too long for its task: the same from the slice's offset on.
-2. The masks of a session's traces, summed, equal the sampled tokens of its turns; a turn left out is listed
-   with its reason. A fork's inherited turns, and they alone, are left out as `inherited`, and each of its
-   traces trains a token: so every token of a tree of forks is trained in the session that sampled it.
-3. One float32 logprob and one weight version for each sampled token, from the engine, never recomputed.
-4. A trace's turn spans and the spans between them are, in order, all of its ids: no gap, no overlap. The
-   slices of a row follow one another, in order, on one line of turns; what lies between two of them is
-   context alone (by invariant 2).
-(5, no client text becomes a control token, holds where text becomes ids: in `tokens`.)
+1. For each turn, the trace that holds it begins with that turn's prompt ids followed by its sampled ids. For
+   a slice of a row that is too long for its task, the same holds from the slice's offset on.
+2. The masks of a session's traces, summed, equal the sampled tokens of its turns. A turn that is left out is
+   listed with its reason. A fork's inherited turns, and no others, are left out as `inherited`, and each of
+   its traces trains a token. So every token of a tree of forks is trained in the session that sampled it.
+3. Each sampled token has one float32 logprob and one weight version, from the engine, never recomputed.
+4. A trace's turn spans and the stretches between them are, in order, all of its ids: no gap, no overlap. The
+   slices of a row follow one another, in order, on one line of turns. What lies between two of them is only
+   context (by invariant 2).
 
-The checks use the turns alone, never how a builder works; each is proven by a mutant that it catches. They
-are linear in the traces: ids and logprobs are compared as memory. `InvariantViolated` has the place and both
-numbers.
+Invariant 5, no client text becomes a control token, holds where text becomes ids: in `tokens`.
+
+The checks use only the turns, never the way in which a builder works. For each check there is a mutant that
+it catches. They are linear in the traces, and compare ids and logprobs as memory. `InvariantViolated` names
+the place and both numbers.
 """
 
 from array import array
@@ -33,7 +34,7 @@ from polarnode.merge.token_extras import routed_of, top_of
 
 
 def check_lengths(traces: Sequence[Trace], limit: int | None) -> None:
-    """Rows are whole where there is no limit; where there is one, they are within it or marked."""
+    """Without a limit rows are whole. With one they are within it, or marked as over long."""
     for number, trace in enumerate(traces):
         _check_length(f"trace {number}", trace, limit)
 
@@ -54,7 +55,7 @@ def _check_length(name: str, trace: Trace, limit: int | None) -> None:
 
 
 def check_parts(traces: Sequence[Trace], by_index: Mapping[int, Turn]) -> None:
-    """The parts of a row are all there, in order, and are slices of one line that do not overlap."""
+    """All parts of a row are there, in order, and are slices of one line that do not overlap."""
     before: Trace | None = None
     for number, trace in enumerate(traces):
         _check_part(f"trace {number}", trace, before, by_index)
@@ -98,7 +99,7 @@ def _leads(earlier: int, later: int, by_index: Mapping[int, Turn]) -> bool:
 
 
 def check_turns(turns: Sequence[Turn]) -> None:
-    """Check the turns alone: each is complete, and its prompt begins where its parent ends."""
+    """Check the turns by themselves: each is complete, and its prompt begins where its parent ends."""
     by_index: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.index in by_index:
@@ -133,8 +134,8 @@ def check_sample(turn: Turn) -> None:
         raise InvariantViolated(
             f"invariant 3: turn {turn.index} sampled {sampled} tokens with {len(turn.logprobs)} logprobs"
         )
-    # The sum is finite only if every one is: float32 values cannot overflow a double's sum, and NaN and
-    # infinities stay.
+    # The sum is finite only if every logprob is: float32 values cannot overflow the sum of doubles, and NaN
+    # and infinities persist.
     if not isfinite(sum(turn.logprobs)):
         raise InvariantViolated(f"invariant 3: turn {turn.index} has a logprob that is not a number")
     if _ends(turn.version_spans) != sampled:
@@ -145,7 +146,7 @@ def check_sample(turn: Turn) -> None:
 
 
 def is_whole(turn: Turn) -> bool:
-    """Whether every sampled token of a turn has what a trained token needs."""
+    """Whether every sampled token of a turn has what training needs."""
     try:
         check_sample(turn)
     except InvariantViolated:
@@ -154,7 +155,7 @@ def is_whole(turn: Turn) -> bool:
 
 
 def _ends(spans: Iterable[VersionSpan]) -> int | None:
-    """Where spans end that start at 0 and follow one another without gap; None if they do not."""
+    """Where the spans end, if they start at 0 and follow one another without a gap; else None."""
     end = 0
     for span in spans:
         if span.start != end or span.end <= span.start:
@@ -216,13 +217,13 @@ def _check_failed(name: str, turn: Turn, *, train_failed: bool) -> None:
 
 
 def _check_line(name: str, trace: Trace, line: Sequence[Turn]) -> None:
-    """The trace is the line of turns that its last one ends, each prompt and sample in its place, from
-    its offset on.
+    """The trace is the line of turns that ends with its last turn: from its offset on, each prompt and each
+    sample is in its place.
     """
     expected = [
         _span(turn, trace.offset) for turn in line if turn.sampled and turn.prompt_length >= trace.offset
     ]
-    # a turn's reward is no invariant of tokens
+    # A turn's reward is no invariant of tokens.
     places = [evolve(span, reward=None) for span in trace.turn_spans]
     if trace.offset < 0 or places != expected:
         conditioned_on = f"its last turn was conditioned on {_shown(expected)}"
@@ -230,7 +231,7 @@ def _check_line(name: str, trace: Trace, line: Sequence[Turn]) -> None:
             f"invariant 1: {name}, from token {trace.offset} on, has the samples {_shown(trace.turn_spans)},"
             f" {conditioned_on}"
         )
-    tokens = trace.token_ids.tobytes()  # bytes compare as memory, typed views item by item
+    tokens = trace.token_ids.tobytes()  # Bytes compare as memory, typed views item by item.
     for turn in line:
         start = turn.prompt_length - trace.offset
         _same(
@@ -261,7 +262,7 @@ def _check_mask(name: str, trace: Trace) -> None:
 
 
 def _check_logprobs(name: str, trace: Trace, by_index: Mapping[int, Turn]) -> None:
-    """The engine's own bytes where the mask is 1, zero bytes elsewhere."""
+    """The logprobs are the engine's own bytes where the mask is 1, and zero bytes elsewhere."""
     expected = bytearray(4 * len(trace.logprobs))
     for span in trace.turn_spans:
         recorded = memoryview(by_index[span.turn].logprobs).cast("B")
@@ -281,7 +282,7 @@ def _check_logprobs(name: str, trace: Trace, by_index: Mapping[int, Turn]) -> No
 
 
 def _ones(mask: bytes, span: TurnSpan) -> Iterator[tuple[int, int]]:
-    """The stretches of a span where the mask is 1. Most often one: the whole span."""
+    """The stretches of a span where the mask is 1. Usually there is one, the whole span."""
     start = mask.find(1, span.start, span.end)
     while start >= 0:
         stop = mask.find(0, start, span.end)
@@ -313,7 +314,7 @@ def _check_versions(name: str, trace: Trace, line: Sequence[Turn]) -> None:
 
 
 def _check_extras(name: str, trace: Trace, line: Sequence[Turn]) -> None:
-    """The top logprobs and experts of a trace are its turns', row for row; it may have none."""
+    """The top logprobs and experts of a trace are those of its turns, row for row. A trace may have none."""
     trained = {span.turn for span in trace.turn_spans if trace.loss_mask.find(1, span.start, span.end) >= 0}
     if trace.top is not None and trace.top != top_of(line, trained):
         raise InvariantViolated(
@@ -339,8 +340,8 @@ def _shown(spans: Sequence[TurnSpan]) -> str:
 
 
 def _same(what: str, tokens: bytes, start: int, expected: "array[int]") -> None:
-    """The expected ids that lie in the trace, where they begin at `start`, are there. What lies before
-    a slice is not in it.
+    """The expected ids are in the trace, where they begin at `start`. A negative `start` means that the first
+    of them lie before a slice, and are not in it.
     """
     due = expected if start >= 0 else expected[-start:]
     start = max(start, 0)
@@ -359,8 +360,8 @@ __all__ = ["Counts", "check", "check_lengths", "check_turns", "is_whole"]
 
 @frozen(kw_only=True)
 class Counts:
-    """What a session's traces hold. `sampled` and `trainable` are tokens, `left_out` and `turns` turns,
-    `traces` rows.
+    """What a session's traces hold. `sampled` and `trainable` count tokens, `left_out` and `turns` count
+    turns, `traces` counts rows.
     """
 
     sampled: int
@@ -371,15 +372,16 @@ class Counts:
 
     @property
     def merged_ratio(self) -> float:
-        """Trained turns for each row: 1.0 is no merging, 0.0 no row."""
+        """Trained turns per row: 1.0 means that nothing was merged, 0.0 that there is no row."""
         return (self.turns - self.left_out) / self.traces if self.traces else 0.0
 
 
 def check(turns: Sequence[Turn], built: Built, *, train_failed: bool = False, inherited: int = 0) -> Counts:
-    """Check the invariants of a session's traces; return the counts. Raises InvariantViolated, with numbers.
+    """Check the invariants of a session's traces and return the counts. Raises InvariantViolated, with
+    numbers.
 
-    `train_failed`: the task trains what was sampled before the engine failed, too. `inherited`: turns with an
-    index below it are its parent's.
+    `train_failed`: the task also trains what was sampled before the engine failed. `inherited`: turns with a
+    lower index are the parent's.
     """
     check_turns(turns)
     by_index = {turn.index: turn for turn in turns}
@@ -414,8 +416,8 @@ def _left_out(by_index: Mapping[int, Turn], built: Built) -> dict[int, str]:
 def _check_inherited(
     by_index: Mapping[int, Turn], traces: Sequence[Trace], reasons: Mapping[int, str], inherited: int
 ) -> None:
-    """The turns of a fork's parent are left out as inherited, no other turn is, and no trace is of them
-    alone.
+    """The turns of a fork's parent are left out as inherited, and no other turn is. No trace consists only of
+    them.
     """
     wrong = [index for index in by_index if (reasons.get(index) == "inherited") != (index < inherited)]
     if wrong:
@@ -432,10 +434,10 @@ def _check_inherited(
 
 
 def _check_masks(by_index: Mapping[int, Turn], traces: Sequence[Trace], reasons: Mapping[int, str]) -> int:
-    """Every sampled token is trained once, those of turns left out never. Returns the number of trained
-    tokens.
+    """Every sampled token is trained once, and the tokens of turns that are left out never. Returns the
+    number of trained tokens.
     """
-    # a turn's mask bytes, summed over traces, as one number: 128k of them are one addition
+    # The mask bytes of each turn, combined over all traces, as one number: 128k of them are one operation.
     covered: dict[int, int] = dict.fromkeys(by_index, 0)
     for number, trace in enumerate(traces):
         for span in trace.turn_spans:

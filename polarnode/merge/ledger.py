@@ -1,8 +1,8 @@
-"""The turns of a session that ended, and the keys by which a later request finds them.
+"""The turns of a session that have ended, and the keys by which a later request finds them.
 
-Every token is kept once, as deltas. Invariants: nothing here is O(prompt ids) in Python objects, only memcpy;
-chains are walked, never recursed (a session may have thousands of turns); a parent always has a smaller index
-than its children.
+Every token is kept once, as deltas. Invariants: nothing here is O(prompt ids) in Python objects, only in
+copied memory. Chains are walked, never recursed, because a session may have thousands of turns. A parent
+always has a smaller index than its children.
 """
 
 from array import array
@@ -19,21 +19,21 @@ from polarnode.merge.fingerprint import NONE, Path, advance, without_end
 
 _NOBODY: Final[tuple[int, ...]] = ()
 _NO_STOPS: Final[Mapping[str, None]] = {}
-# The latest stop strings of answers to one path. A client has a handful; each costs a hash of the message
-# that may end with it, 1 ms for 1 MB, in the event loop.
+# The number of latest stop strings kept for the answers to one path. A client has a handful. Each costs a
+# hash of the message that may end with it, 1 ms for 1 MB, in the event loop.
 STOPS: Final = 16
 
 
-# A chain this long is walked in 20 us; beyond it a full copy is kept, so that a walk ends there. The
-# harnesses seen interleave up to four agents. Sessions of the usual length (29 turns) keep none; four copies
-# of 128k tokens are 2 MB.
+# A chain of this length is walked in 20 us. For a longer one a full copy of the ids is kept, at which a walk
+# ends. The harnesses observed interleave up to four agents. Sessions of the usual length (29 turns) keep no
+# copy; four copies of 128k tokens are 2 MB.
 _LONG_WALK: Final = 64
 _FULL_COPIES: Final = 4
 
 
 def chain(turns: Mapping[int, Turn], index: int | None, *, since: int = -1) -> list[Turn]:
-    """The turns from a root to `index`, in that order, or from the one on that brought the token at `since`.
-    KeyError when one is missing.
+    """The turns from a root to `index`, in that order, or only from the turn on that added the token at
+    `since`. Raises KeyError when one is missing.
     """
     line = [] if index is None else line_of(turns, index, since=since)
     if line is None:
@@ -42,7 +42,7 @@ def chain(turns: Mapping[int, Turn], index: int | None, *, since: int = -1) -> l
 
 
 def prompt_ids(turns: Mapping[int, Turn], index: int) -> "array[int]":
-    """The ids a turn was conditioned on, exactly. A fresh array."""
+    """Exactly the ids on which a turn was conditioned. A fresh array."""
     line = chain(turns, index)
     prompt = _extended(ids(), line[:-1])
     prompt.extend(line[-1].prompt_delta)
@@ -50,7 +50,7 @@ def prompt_ids(turns: Mapping[int, Turn], index: int) -> "array[int]":
 
 
 def _extended(prompt: "array[int]", line: Iterable[Turn]) -> "array[int]":
-    """The array itself, with what these turns brought. Joining bytes first would copy everything twice."""
+    """The same array, extended by what these turns added. Joining bytes first would copy everything twice."""
     for turn in line:
         prompt += turn.prompt_delta
         prompt += turn.sampled
@@ -58,16 +58,16 @@ def _extended(prompt: "array[int]", line: Iterable[Turn]) -> "array[int]":
 
 
 def attachable(turn: Turn) -> bool:
-    """Whether a request may extend it: it answered, and the engine did not fail."""
+    """Whether a request may extend the turn: it has an answer, and the engine did not fail."""
     return turn.state != "failed" and turn.answer is not None
 
 
 @define(eq=False)
 class Ledger:
-    """One session's ended turns. `after` names them by the path up to and with their answer, `before` by the
-    path they answered.
+    """The turns of one session that have ended. `_after` finds them by the path up to and with their answer,
+    `_before` by the path that they answered.
 
-    `bare` names them by the path with their answer, but without the user message they answered.
+    `_bare` finds them by the path with their answer but without the user message that they answered.
     """
 
     turns: dict[int, Turn] = field(factory=dict)
@@ -76,14 +76,14 @@ class Ledger:
     _bare: dict[str, int] = field(factory=dict)
     _keys: dict[int, tuple[str, ...]] = field(factory=dict)
     _thoughtful: set[int | None] = field(factory=set)
-    # the stop strings at which the answers to a path ended; of no other place, for a client may send new ones
-    # with every request
+    # Maps a path to the stop strings at which its answers ended. Strings that a client only sends are not
+    # kept, because it may send new ones with every request.
     _stops: dict[str, dict[str, None]] = field(factory=dict)
-    # what `written` says of some turns, oldest first, _FULL_COPIES at most
+    # the result of `written` for some turns, the oldest first, _FULL_COPIES at most
     _full: dict[int, bytes] = field(factory=dict)
 
     def add(self, turn: Turn) -> None:
-        """Keep a turn, and let requests attach to it if it answered."""
+        """Keep a turn, and let requests attach to it if it has an answer."""
         self.turns[turn.index] = turn
         if not attachable(turn):
             return
@@ -109,32 +109,36 @@ class Ledger:
                     del stops[next(iter(stops))]
 
     def answered_with(self, key: str) -> "list[int] | tuple[int, ...]":
-        """The turns whose path, answer included, has this key. More than one are twins: same text, other
-        tokens.
+        """The turns whose path, answer included, has this key. Several such turns are twins: they have the
+        same text and other tokens.
         """
         return self._after.get(key, _NOBODY)
 
     def without_stops(self, before: str, message: Message) -> Iterator[tuple[str, Message]]:
-        """The stop strings of answers to a path that a message ends with, and the message before each."""
+        """For each stop string of an answer to this path with which the message ends: the stop string, and
+        the message without it.
+        """
         for stop in self._stops.get(before, _NO_STOPS):
             text = without_end(message.text, stop)
             if text is not None:
                 yield stop, evolve(message, text=text)
 
     def stopped_with(self, key: str, stop: str) -> list[int]:
-        """Of the turns whose path has this key, those that ended at this stop string."""
+        """The turns whose path has this key and whose answer ended at this stop string."""
         return [index for index in self.answered_with(key) if _stop_of(self.turns[index]) == stop]
 
     def answers_to(self, key: str) -> "list[int] | tuple[int, ...]":
-        """The turns that answered the path of this key."""
+        """The turns that answered the path with this key."""
         return self._before.get(key, _NOBODY)
 
     def unprompted_with(self, key: str) -> int | None:
-        """The latest turn whose path has this key once the user message it answered is taken out."""
+        """The latest turn whose path has this key if the user message that it answered is left out."""
         return self._bare.get(key)
 
     def written(self, index: int | None) -> "array[int]":
-        """The ids a turn ends with: its prompt and its sample, exactly. A fresh array; empty for None."""
+        """Exactly the ids with which a turn ends: its prompt and its sample. A fresh array; empty
+        for None.
+        """
         line: list[Turn] = []
         step = index
         while step is not None and step not in self._full:
@@ -151,17 +155,19 @@ class Ledger:
         self._full[index] = whole
 
     def length(self, index: int | None) -> int:
-        """How many ids `written` has."""
+        """The number of ids that `written` returns."""
         return 0 if index is None else self.turns[index].end
 
     def holds_thinking(self, index: int) -> bool:
-        """Whether the ids that a turn ends with hold a thought: sampled by it or one it extends, or rendered
-        into a prompt of them.
+        """Whether the ids with which a turn ends hold a thought: one that was sampled in it or in a turn that
+        it extends, or one that was rendered into one of their prompts.
         """
         return index in self._thoughtful
 
     def thinking(self, index: int, key: str) -> str:
-        """What was thought before the message that a client names by this key, one of this turn's."""
+        """The thinking before the message that a client names by this key, which is one of the
+        turn's keys.
+        """
         turn = self.turns[index]
         return (
             self._merged(turn).thinking
@@ -170,15 +176,15 @@ class Ledger:
         )
 
     def ancestry(self, index: int) -> Iterator[int]:
-        """A turn and those it extends, latest first."""
+        """A turn and the turns that it extends, the latest first."""
         step: int | None = index
         while step is not None:
             yield step
             step = self.turns[step].parent
 
     def _keys_of(self, turn: Turn) -> tuple[str, ...]:
-        """The turn's own key and, for an answer that went on after a cut, those under which a client names it
-        that shows all halves as one message: with the stop strings at which halves ended, and without.
+        """The turn's own key. For an answer that continued after a cut there are further keys, for clients
+        that show all of its parts as one message: with the stop strings at which parts ended, and without.
         """
         if not self._goes_on(turn):
             return (turn.message_key,)
@@ -192,18 +198,18 @@ class Ledger:
         return first.joined(*others)
 
     def _first_before(self, turn: Turn) -> str:
-        """The path that an answer began at, which a client shows as one message."""
+        """The path at which an answer began. Its client may show the answer as one message from there."""
         return Path.read(self._halves(turn)[-1].before_key).key
 
     def _halves(self, turn: Turn) -> list[Turn]:
-        """A turn that went on after a cut and those it went on from, latest first."""
+        """A turn that continued a cut answer, and the turns that it continued, the latest first."""
         halves = [turn]
         while self._goes_on(halves[-1]):
             halves.append(self.turns[_parent(halves[-1])])
         return halves
 
     def _goes_on(self, turn: Turn) -> bool:
-        """Whether nothing new stood between the parent's answer and this turn."""
+        """Whether nothing new stands between the parent's answer and this turn."""
         return turn.parent is not None and Path.read(turn.before_key).key in self._keys.get(
             turn.parent, _NOBODY
         )

@@ -1,13 +1,13 @@
-"""The lineages of one session: plan each request against the turns so far, and keep the turns that end.
+"""The lineages of one session: they plan each request against the turns so far, and keep the turns that end.
 
-Synchronous, without a clock. A plan reserves a turn's number before anything is generated and remembers its
+Synchronous, without a clock. A plan reserves a turn's number before anything is generated, and remembers its
 parent, so concurrent requests become siblings without a lock. `ThinkingPolicy` implements the policy
-`template`, under which a prompt shows earlier thinking as the chat template would; under `keep` sampled
+`template`, under which a prompt shows earlier thinking as the chat template would. Under `keep` the sampled
 tokens stay in the prompt.
 
-Invariants: a prompt is a root, or the parent's exact ids and then what is new; everything that a prompt
-depends on can be rebuilt from the turns (`restore`). Harnesses drop thinking, so the policy restores the
-thinking of our own answers before the template decides, and notes on the turn what the model saw.
+Invariants: a prompt is a root, or the parent's exact ids followed by what is new. Everything on which a
+prompt depends can be rebuilt from the turns (`restore`). Harnesses drop thinking, so the policy restores the
+thinking of the session's own answers before the template decides, and notes on the turn what the model saw.
 """
 
 from array import array
@@ -41,13 +41,14 @@ from polarnode.merge.turn_kinds import TurnGraph, TurnName
 
 # ── thinking policy ───────────────────────────────────────────────────────────────────────────────
 
-# Whether a model's template leaves out the thinking of turns before these messages.
+# A function that says whether the template leaves out the thinking of earlier turns when these messages
+# follow.
 DropsThinking = Callable[[Sequence[Message]], bool]
 
 
 @frozen(kw_only=True)
 class ThinkingPolicy:
-    """The thinking policy `template` for one session: what its requests are rendered from."""
+    """The thinking policy `template` for one session. It decides what its requests are rendered from."""
 
     drops: DropsThinking
     ledger: Ledger
@@ -65,7 +66,8 @@ class ThinkingPolicy:
             self._restored(place, messages[place], found) for place in range(found.matched, len(messages))
         )
         thoughts = [place for place, message in enumerate(new) if message.thinking.strip()]
-        # scanning towards the front, the messages that follow only grow
+        # Towards the front, more and more messages follow, so a binary search finds the first thought that is
+        # shown.
         first = bisect_left(thoughts, True, key=lambda place: not self.drops(new[place + 1 :]))
         places = [found.matched + place for place in thoughts]
         return evolve(
@@ -81,7 +83,7 @@ class ThinkingPolicy:
         )
 
     def _restored(self, place: int, message: Message, found: Attached) -> Message:
-        """One of our messages with the thinking that preceded it restored."""
+        """The message with its thinking, if it is an answer of this session."""
         if message.role != "assistant":
             return message
         key = found.keys[place + 1]
@@ -120,7 +122,7 @@ _NO_HINTS: Final[Mapping[str, str]] = MappingProxyType({})
 
 @define(eq=False, init=False)
 class Lineages:
-    """The lineages of one session. Every method is synchronous; nothing here waits."""
+    """The lineages of one session. Every method is synchronous, and nothing here waits."""
 
     references: References
     _session_id: str
@@ -138,9 +140,9 @@ class Lineages:
         drops_thinking: DropsThinking | None = None,
         references: References | None = None,
     ) -> None:
-        """`references`: those of the session that a fork resumes, whose ids stand in what its harness sends.
-        `drops_thinking` is the template's: it decides which thinking a prompt holds. Without it
-        sampled thinking stays.
+        """`references` are those of the session that a fork resumes, whose ids its harness sends.
+        `drops_thinking` is the template's; it decides which thinking a prompt holds. Without it sampled
+        thinking stays.
         """
         self.references = references or References(session_id, secret)
         self._session_id = session_id
@@ -152,18 +154,20 @@ class Lineages:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns that ended, by index; a turn whose generation is still under way is absent."""
+        """The turns that have ended, by index. A turn whose generation is still under way is absent."""
         return tuple(turn for _, turn in sorted(self._ledger.turns.items()))
 
     def prepare(self, conversation: Conversation) -> None:
-        """Do the part of a plan that depends on the request alone; for long requests, in another thread."""
+        """Do the part of a plan that depends only on the request. Long requests are prepared in another
+        thread.
+        """
         self._memo.prepare(conversation)
 
     def plan(
         self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS
     ) -> Plan:
-        """Reserve a turn and decide what it extends. Every plan is ended by `commit` or `abandon`.
-        O(bytes of the request).
+        """Reserve a turn and decide what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of
+        the request).
         """
         conversation, prefill = self._opened(conversation, hints)
         found, new = self._attached(conversation, hints)
@@ -177,9 +181,9 @@ class Lineages:
         return self._planned(plan)
 
     def _opened(self, conversation: Conversation, hints: Mapping[str, str]) -> tuple[Conversation, str]:
-        """The conversation before the text of a last message with which the answer goes on, and that text.
-        An answer of this session that was cut, or that ended at a stop string which is there again, goes on
-        by its own ids, and needs no text.
+        """Split off the prefill: the conversation before a last message that the answer is to continue, and
+        that message's text. If the message is an answer of this session that was cut, or that ended at a stop
+        string which the client put back, the answer continues by its own ids and needs no text.
         """
         if not conversation.prefilled:
             return conversation, ""
@@ -207,7 +211,7 @@ class Lineages:
     def _attached(
         self, conversation: Conversation, hints: Mapping[str, str]
     ) -> tuple[Attached, tuple[Message, ...]]:
-        """What a request extends, and the messages that are rendered after it."""
+        """The turn that a request extends, and the messages that are rendered after it."""
         found = attach(
             conversation,
             hints.get("agent", ""),
@@ -227,8 +231,8 @@ class Lineages:
         return plan
 
     def also(self, plan: Plan, count: int) -> tuple[Plan, ...]:
-        """`count` more plans for this plan's request: further samples of the same prompt. They are siblings,
-        not retries of each other.
+        """`count` more plans for this plan's request, for further samples of the same prompt. They are
+        siblings, not retries of each other.
         """
         tree = self._graph
         numbers = range(1, count + 1)
@@ -238,8 +242,8 @@ class Lineages:
         )
 
     def resume(self, index: int, *, total: int) -> Plan | None:
-        """Plan to continue the cut sample of a turn whose client left and sent the same request again,
-        of `total` messages. None when it cannot be continued.
+        """Plan to continue the cut sample of a turn whose client left and sent the same request, of `total`
+        messages, again. None if it cannot be continued.
         """
         turn = self._ledger.turns[index]
         return (
@@ -249,7 +253,7 @@ class Lineages:
         )
 
     def resumed_prefix(self, plan: Plan) -> "array[int]":
-        """The ids (int32) of a plan's answer that the turns it resumes have sampled. Empty for a plan that
+        """The ids (int32) of a plan's answer that were sampled by the turns it resumes. Empty for a plan that
         resumes none.
         """
         parts, reason, parent = [ids()], plan.reason, plan.parent
@@ -262,7 +266,7 @@ class Lineages:
     def look(
         self, conversation: Conversation, *, hints: Mapping[str, str] = _NO_HINTS
     ) -> "tuple[array[int] | None, tuple[Message, ...], str]":
-        """Preview of a request without a plan: the ids of the turn it would extend (None for a root), the
+        """Preview a request without a plan: the ids of the turn that it would extend (None for a root), the
         messages after it, and the text with which the prompt ends.
         """
         conversation, prefill = self._opened(conversation, hints)
@@ -270,13 +274,13 @@ class Lineages:
         return None if found.parent is None else self._ledger.written(found.parent), new, prefill
 
     def history(self, plan: Plan) -> "array[int]":
-        """The exact ids of the parent, prompt and sample: a fresh int32 array, empty for a root. O(ids)
-        of memcpy.
+        """The exact ids of the parent, prompt and sample: a fresh int32 array, empty for a root. O(ids) of
+        copied memory.
         """
         return self._ledger.written(plan.parent)
 
     def commit(self, turn: Turn) -> None:
-        """Keep a turn that ended in any way. Raises InvariantViolated if it is not the planned turn."""
+        """Keep a turn, however it ended. Raises InvariantViolated if it is not the planned turn."""
         plan = self._graph.plans.get(turn.index)
         if plan is None:
             raise InvariantViolated(
@@ -288,8 +292,8 @@ class Lineages:
         self._keep(turn)
 
     def abandon(self, plan: Plan) -> None:
-        """Drop a plan that will have no turn because its request was refused. Its numbers are not
-        used again.
+        """Drop a plan that will have no turn, because its request was refused. Its numbers are not used
+        again.
         """
         if plan.index not in self._graph.plans:
             return
@@ -310,7 +314,7 @@ class Lineages:
         drops_thinking: DropsThinking | None = None,
         references: References | None = None,
     ) -> "Lineages":
-        """The lineages that these turns make, ready to plan the next request."""
+        """The lineages that these turns form, ready to plan the next request."""
         lineages = cls(
             session_id=session_id, secret=secret, drops_thinking=drops_thinking, references=references
         )
@@ -318,7 +322,7 @@ class Lineages:
             lineages._fits(turn)
             lineages._paths.note(Path.read(turn.before_key), turn.role)
             lineages._graph.enter(turn)
-            lineages.references.ref(turn.index)  # its client may hold it
+            lineages.references.ref(turn.index)  # The client may hold this reference.
             lineages._keep(turn)
         return lineages
 
@@ -345,8 +349,8 @@ class Lineages:
     def _classify(
         self, found: Attached, conversation: Conversation, hints: Mapping[str, str]
     ) -> RequestRoles:
-        """The role of a request: by its own signs, else that of the sub-agent or of the side call that it
-        continues.
+        """The role of a request. Its own signs decide; without one it has the role of the sub-agent or the
+        side call that it continues.
         """
         names = [tool.name for tool in conversation.tools]
         roles = self._paths.classify(found.path, conversation.messages, hints.get("kind", ""), tools=names)

@@ -1,10 +1,10 @@
-"""The role of each request (main, sub-agent, auxiliary, compaction) and why a request starts a new lineage.
+"""The role of each request (main, sub-agent, auxiliary, compaction), and why a request starts a new lineage.
 
-The harness's own header decides first, then a sign of a side call, then the calling agent, then the content
-of the request. Roles label reports and leave side calls out of training; they never change the tokens of a
-prompt. A sign is a text that one harness is known to send: an agent without tools, or one that is asked
-once, is an agent. An uncertain sign is worse than none, because turns with it are not trained. A turn keeps
-the role it has when it is planned.
+The harness's own header decides first, then the sign of a side call, then the calling agent, then the content
+of the request. Roles label reports and exclude side calls from training; they never change the tokens of a
+prompt. A sign is a text that one harness is known to send. A missing tool list, or a single request, is no
+sign, because agents may have both. An uncertain sign is worse than none, because turns with it are not
+trained. A turn keeps the role that it was planned with.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def _summary(harness: str, system: str = "", *, user: str = "") -> _Sign:
     )
 
 
-# Claude Code begins every system prompt with one of these lines, those of its side calls too.
+# Claude Code begins every system prompt with one of these lines, also in its side calls.
 _CLAUDE_LINES: Final = (
     "You are Claude Code, Anthropic's official CLI for Claude.",
     "You are Claude Code, Anthropic's official CLI for Claude, running within the Claude Agent SDK.",
@@ -58,7 +58,7 @@ _CLAUDE_LINES: Final = (
 
 
 def _claude(sign: _Sign) -> _Sign:
-    """The sign after Claude Code's own line: its words alone could be anybody's."""
+    """The sign after Claude Code's own line. Without that line its words could be those of any agent."""
     after = [f"\n{system}" if system else "" for system in sign.systems]
     return evolve(sign, systems=tuple(line + words for line in _CLAUDE_LINES for words in after))
 
@@ -77,11 +77,12 @@ _ROUTER: Final = (
     "You are a specialized Task Routing AI. Your sole function is to analyze the user's request and"
 )
 
-# Read in the code of codex 0.169.0, claude-code 2.1.328, qwen-code 0.24.4, gemini-cli 0.61.0, pi 0.73.1 and
-# 1.5.2, openclaw 2026.9.6, opencode 1.18.33, openhands-sdk 1.58.0 and hermes-agent 0.19.0; those marked with
-# "earlier" are of their earlier releases, and Crush's of its tests. mini-swe-agent has no side calls. Each
-# text goes on to what only that harness says: an agent of somebody else may be a code-editing assistant, a
-# diagnostic agent or a writer of titles too, and all its turns would be left out.
+# These texts are from the code of codex 0.169.0, claude-code 2.1.328, qwen-code 0.24.4, gemini-cli 0.61.0, pi
+# 0.73.1 and 1.5.2, openclaw 2026.9.6, opencode 1.18.33, openhands-sdk 1.58.0 and hermes-agent 0.19.0. Those
+# marked "earlier" are from earlier releases of these harnesses; Crush's is from its tests. mini-swe-agent has
+# no side calls. Each text is long enough to contain words that only that harness uses. Another agent may also
+# be a code-editing assistant, a diagnostic agent or a writer of titles, and would otherwise be left out of
+# training altogether.
 _SIGNS: Final = (
     _summary("Codex", user="You are performing a CONTEXT CHECKPOINT COMPACTION"),
     _side("Codex", _MEMORY, user="Analyze this rollout and produce JSON with `"),
@@ -181,7 +182,7 @@ _SIGNS: Final = (
     _side("Hermes", _TITLE, "Generate a short, descriptive title (3-7 words) for a conversation that starts"),
     _side("Crush", _TITLE, "You will generate a short title based on the first message a user begins a"),
 )
-# First words of the user message that replaces the history it summarises.
+# The first words of a user message that replaces the history which it summarises.
 _SUMMARY_STARTS: Final = (
     "Another language model started to solve this problem",  # Codex
     "This session is being continued from a previous conversation",  # Claude Code
@@ -189,20 +190,21 @@ _SUMMARY_STARTS: Final = (
     "<state_snapshot>",  # Gemini CLI, Qwen Code
 )
 
-# The tool that Gemini CLI gives only to its sub-agents; they call it to finish.
+# Gemini CLI gives this tool only to its sub-agents, which call it to finish.
 _SUBAGENT_TOOL: Final = "complete_task"
 
-# A text that an answer passes to a tool is a sub-agent's task if a new conversation begins with it. Shorter
-# texts are names, flags and file names.
+# A text that an answer passes to a tool is the task of a sub-agent if a new conversation begins with it.
+# Shorter texts are names, flags and file names.
 _TASK_LENGTH: Final = 20
-_LONGEST_TASK: Final = 16_384  # longer ones are files
-# Sub-agents start immediately, so the tasks of the last calls are enough; 64 texts of 16 KB are at most 1 MB.
+_LONGEST_TASK: Final = 16_384  # Longer texts are files.
+# The number of tasks kept. Sub-agents start at once, so the tasks of the last calls are enough; 64 texts of
+# 16 KB are 1 MB at most.
 _TASKS: Final = 64
 
 
 @frozen(kw_only=True)
 class RequestRoles:
-    """The role of a turn, and a note if it is not main."""
+    """The role of a request, and a note if the role is not main."""
 
     role: TurnRole = "main"
     note: str | None = None
@@ -210,15 +212,15 @@ class RequestRoles:
 
 @define(eq=False)
 class PathIndex:
-    """How the session's paths began, and what was passed to tools. This identifies the calling agent, and
-    what is new about a new path.
+    """How the session's paths began, and which texts were passed to tools. From this the calling agent is
+    recognised, and what is new about a new path.
     """
 
     _seen: set[str] = field(factory=set)
     _main_systems: set[str] = field(factory=set)
     _first_agent: str | None = None
     _main_has_tools: bool = False
-    _summarised: bool = False  # a summary was requested, and no conversation has begun since
+    _summarised: bool = False  # whether a summary was requested and no conversation has begun since
     _tasks: list[str] = field(factory=list)
 
     def note(self, path: Path, role: TurnRole) -> None:
@@ -235,7 +237,7 @@ class PathIndex:
             self._main_has_tools |= path.tools != NONE
 
     def note_answer(self, answer: Answer) -> None:
-        """Remember what an answer passes to tools, since it may be a sub-agent's task."""
+        """Remember the texts that an answer passes to tools, because each may be the task of a sub-agent."""
         for call in answer.calls:
             self._tasks += _tasks_of(call.arguments)
         del self._tasks[:-_TASKS]
@@ -243,8 +245,8 @@ class PathIndex:
     def classify(
         self, path: Path, messages: tuple[Message, ...], kind: str = "", *, tools: Sequence[str] = ()
     ) -> RequestRoles:
-        """The role of a request. `kind` is the role that the harness itself states, if any; `tools` are the
-        names of the tools that the model may call.
+        """The role of a request. `kind` is the role that the harness itself states, if it does. `tools` are
+        the names of the tools that the model may call.
         """
         for role in _ROLES:
             if role == kind:
@@ -287,8 +289,8 @@ class PathIndex:
         return "rewrite" if f"o{path.opening}" in self._seen else "conversation"
 
     def _is_delegated(self, path: Path, messages: tuple[Message, ...]) -> bool:
-        """Whether a new conversation with another head than the main one's begins with a text that was passed
-        to a tool.
+        """Whether a conversation is new, has another system prompt than the main one, and contains a text
+        that was passed to a tool.
         """
         if (
             not self._tasks
@@ -302,14 +304,14 @@ class PathIndex:
 
 
 def holds_summary(messages: tuple[Message, ...]) -> bool:
-    """Whether a history begins again from a summary of itself."""
+    """Whether a history starts again from a summary of itself."""
     return any(
         message.role == "user" and message.text.lstrip().startswith(_SUMMARY_STARTS) for message in messages
     )
 
 
 def _sign(messages: tuple[Message, ...]) -> _Sign | None:
-    """The sign of a side call in a request, if there is one."""
+    """The sign of a side call that a request has; None if it has none."""
     system = next((message.text.lstrip() for message in messages[:1] if message.role == "system"), "")
     user = next((message.text.lstrip() for message in messages[-1:] if message.role == "user"), "")
     return next(
@@ -318,7 +320,7 @@ def _sign(messages: tuple[Message, ...]) -> _Sign | None:
 
 
 def _tasks_of(arguments: str) -> list[str]:
-    """The texts among a call's arguments that are long enough for a task."""
+    """The texts among a call's arguments that are long enough to be a task."""
     if not _TASK_LENGTH <= len(arguments) <= _LONGEST_TASK:
         return []
     try:
@@ -329,7 +331,7 @@ def _tasks_of(arguments: str) -> list[str]:
 
 
 def _texts(value: Json) -> Iterator[str]:
-    """The strings in a value at any depth. Iterative, because a model may nest brackets without end."""
+    """The strings in a value at any depth. Iterative, because a model may nest brackets without limit."""
     waiting = [value]
     while waiting:
         match waiting.pop():

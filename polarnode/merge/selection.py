@@ -1,8 +1,9 @@
-"""Builder settings, and which turns of a session they train.
+"""The settings of builders, and which turns of a session they train.
 
-`read_settings` reads a builder's `config`; `select` gives each turn that is left out the first reason that
-holds. Defaults train every sampled token unless that would be a mistake (a side call, an unused answer, an
-engine failure). Invariant: only the turns and the settings decide, never the order of turns or a row.
+`read_settings` reads a builder's `config`. `select` gives each turn that is left out the first reason that
+holds. By default every sampled token is trained unless that would be a mistake (a side call, an unused
+answer, an engine failure). Invariant: only the turns and the settings decide, never the order of the turns or
+a row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from polarnode.merge.invariants import is_whole
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────
 
 ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
-# What an agent does for its task; titles, routing and summaries are the harness's own business, under prompts
-# that no evaluator judges.
+# These roles work on the task. Titles, routing and summaries are the harness's own, under prompts that no
+# evaluator judges.
 TRAINED_ROLES: Final[frozenset[TurnRole]] = frozenset(("main", "subagent"))
 SHORTEST_ROW: Final = 2  # one token of context and one sampled token
 
@@ -29,10 +30,10 @@ SHORTEST_ROW: Final = 2  # one token of context and one sampled token
 class Settings:
     """Which turns carry loss, and how many tokens a row may have (None: no limit).
 
-    `train_superseded`: cut answers that the client requested again. `train_failed`: what was sampled
-    before the engine failed. `train_cut`: answers that ended at their token limit. `train_partial`:
-    answers that ended because the client left or aborted them. `inherited_turns`: turns with an index below
-    it are a fork's context; the node sets it, never a task.
+    `train_superseded`: cut answers that the client requested again. `train_failed`: what was sampled before
+    the engine failed. `train_cut`: answers that ended at their token limit. `train_partial`: answers that
+    ended because the client left or aborted them. `inherited_turns`: turns with a lower index are a fork's
+    context. The node sets it, never a task.
     """
 
     train_roles: frozenset[TurnRole] = TRAINED_ROLES
@@ -44,8 +45,10 @@ class Settings:
     inherited_turns: int = 0
 
 
-INHERITED: Final = "inherited"  # why a turn is left out that a fork has from its parent, where it is trained
-INHERITED_TURNS: Final = "inherited_turns"  # in the config that a builder is given for a fork
+# The reason of a turn that is left out because a fork has it from its parent, where it is trained.
+INHERITED: Final = "inherited"
+# the name of the setting in the config that a builder gets for a fork
+INHERITED_TURNS: Final = "inherited_turns"
 _SWITCHES: Final[Mapping[str, str]] = {
     "train_superseded": "whether cut answers that the client requested again are trained",
     "train_failed": "whether what was sampled before the engine failed is trained",
@@ -57,7 +60,7 @@ NAMES: Final = (*(each.name for each in fields(Settings) if each.name != INHERIT
 
 
 def read_settings(config: Mapping[str, Json]) -> Settings:
-    """The settings in a config. Raises Refused, with the field's path, for an unknown name or an invalid
+    """The settings in a config. Raises Refused, with the path of the field, for an unknown name or an invalid
     value.
     """
     unknown = [name for name in config if name not in (*NAMES, INHERITED_TURNS)]
@@ -95,7 +98,7 @@ def _limit(config: Mapping[str, Json]) -> int | None:
 
 
 def _train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
-    """The roles whose turns carry loss. `train_auxiliary` is the older name for all of them."""
+    """The roles whose turns carry loss. `train_auxiliary` is an older setting that means all roles."""
     everything = _switch(config, _OLDER_WORD, "whether side calls are trained", default=False)
     if "train_roles" not in config:
         return frozenset(ROLES) if everything else TRAINED_ROLES
@@ -143,7 +146,7 @@ class TrainableSelection:
 
     @property
     def leaves(self) -> tuple[Turn, ...]:
-        """The trained turns that no other trained turn extends: where rows end, in index order."""
+        """The trained turns that no other trained turn extends, in index order. Rows end with them."""
         inner = self._extended()
         return tuple(turn for turn in self.trained if turn.index not in inner)
 
@@ -203,7 +206,7 @@ def _why_not(turn: Turn, settings: Settings, *, ending: Turn, retried: bool) -> 
 
 
 def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
-    """Cut turns whose answer continued exactly at the cut, mapped to the last turn of that answer."""
+    """Maps each cut turn whose answer was continued exactly at the cut to the last turn of that answer."""
     found: dict[int, Turn] = {}
     for turn in reversed(ordered):
         if turn.kind == "continue" and turn.parent is not None and turn.state != "failed":
@@ -212,7 +215,7 @@ def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
 
 
 def _superseded(ordered: Sequence[Turn]) -> set[int]:
-    """Cut turns that nothing extends and that a later sibling requested again with success: the agent
+    """The cut turns that nothing extends and whose request a later sibling repeated with success. The agent
     continued with the sibling's answer.
 
     Another choice of the same call is not a repeated request.

@@ -1,9 +1,9 @@
-"""Token extras: top logprobs and routed experts, recorded beside ids, logprobs and weight versions.
+"""Token extras: top logprobs and routed experts, which are recorded beside ids, logprobs and weight versions.
 
-`SessionExtras` says what each call requests and counts the bytes, `turn_extras` makes what a turn keeps,
-`row_extras` what a trace gets. Invariants: a row of a trace is the engine's own bytes, copied as memory from
-the turn that has it; missing extras are never padded but named, by the turn in a note and by the trace in
-`missing_extras`.
+`SessionExtras` decides which extras each call requests, and counts the bytes. `turn_extras` makes what a turn
+keeps, `row_extras` what a trace gets. Invariants: a row of a trace is the engine's own bytes, copied as
+memory from the turn that has it. Missing extras are never padded but named: by the turn in a note, and by the
+trace in `missing_extras`.
 """
 
 import re
@@ -28,7 +28,7 @@ from polarnode.core.trajectory import (
 )
 
 ExtraName = Literal["top_logprobs", "routed_experts"]
-MISSING_PREFIX: Final = "not carried: "  # first words of a turn's note on why extras are missing
+MISSING_PREFIX: Final = "not carried: "  # A turn's note on missing extras begins with this.
 CUT: Final = "the sample was cut before its end"
 LIMIT: Final = "the session has used up the node's carried_mb"
 
@@ -43,7 +43,7 @@ def note(what: ExtraName, why: str) -> str:
 
 @frozen(kw_only=True)
 class RowExtras:
-    """The extras of a trace: the fields of `Trace` of the same names."""
+    """The extras of a trace. The fields are those of `Trace` with the same names."""
 
     top: TopLogprobs | None = None
     routed: RoutedExperts | None = None
@@ -51,8 +51,8 @@ class RowExtras:
 
 
 def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 0) -> RowExtras:
-    """The extras of a row. `line` is its turns, root first, to the last in it; `trained` the indexes of
-    those with loss.
+    """The extras of a row. `line` are its turns, from the root to the last in the row; `trained` are the
+    indexes of the turns with loss.
 
     `offset` is where a part of a longer row begins.
     """
@@ -67,13 +67,13 @@ def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 
 
 
 def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:
-    """The top logprobs of each trainable token of a row, in order; None when a token has none."""
+    """The top logprobs of each trainable token of a row, in order. None if a token has none."""
     return top_of_turns(_sampled(line, trained))
 
 
 def routed_of(line: Sequence[Turn], *, offset: int = 0) -> RoutedExperts | None:
-    """The experts of all positions of a row but the last; None when a position has none. A turn may
-    supply positions that one before it is missing.
+    """The experts of all positions of a row but the last. None if a position has none. A turn may supply
+    positions that an earlier turn is missing.
     """
     return routed_of_turns(offset, line)
 
@@ -91,7 +91,7 @@ def _extras_requested(turn: Turn) -> bool:
 
 
 def _lacking(what: ExtraName, turns: Sequence[Turn]) -> Iterator[str]:
-    """The last turn without this extra, and why, if any turn requested it."""
+    """The last turn without this extra, and why, if any turn requested the extra."""
     lacking = [
         (turn.index, _why(turn, what))
         for turn in turns
@@ -112,8 +112,8 @@ def _why(turn: Turn, what: ExtraName) -> str | None:
 
 
 def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
-    """The weight version of every token: the versions in the order they first sampled, and int32[T] of
-    indexes into them, -1 where none sampled.
+    """The weight version of every token: the versions in the order in which they first sampled, and an
+    int32[T] of indexes into them, -1 for tokens that none sampled.
     """
     named = {span.version: None for span in trace.version_spans}
     places = {version: place for place, version in enumerate(named)}
@@ -129,9 +129,9 @@ _TRAINED: Final = re.compile(rb"\x01+")
 
 
 def row_to_score(trace: Trace, turns: Mapping[int, Turn]) -> tuple["array[int]", int]:
-    """The row of a trace, from its very first token to its last trained one, and its first trained token
-    (1 at least: nothing is before the first). A slice's row begins with the tokens before its `offset`, which
-    its turns hold. Refused where they are not known.
+    """The row of a trace from its very first token to its last trained one, and the position of its first
+    trained token (at least 1, because nothing precedes the first token). The row of a slice begins with the
+    tokens before its `offset`, which its turns hold. Raises Refused if they are not known.
     """
     before = ids()
     if trace.offset:
@@ -145,8 +145,8 @@ def row_to_score(trace: Trace, turns: Mapping[int, Turn]) -> tuple["array[int]",
 
 
 def at_trained(mask: bytes, logprobs: "array[float]", *, begin: int) -> "array[float]":
-    """float32[len(mask)]: where the mask is 1 the logprob of `logprobs`, whose first is that of position
-    `begin`; 0 elsewhere, and before `begin`.
+    """float32[len(mask)]: the logprob where the mask is 1, and 0 elsewhere and before `begin`. The first of
+    `logprobs` is that of position `begin`.
     """
     found = floats(bytes(4 * len(mask)))
     for run in _TRAINED.finditer(mask):
@@ -156,8 +156,8 @@ def at_trained(mask: bytes, logprobs: "array[float]", *, begin: int) -> "array[f
 
 
 def with_teacher(trace: Trace, begin: int, scored: "array[float] | str") -> Trace:
-    """The trace with its teacher's logprobs, of which the first is that of its position `begin`, or with the
-    reason that there are none.
+    """The trace with its teacher's logprobs, the first of which is that of position `begin`, or with the
+    reason why there are none.
     """
     if isinstance(scored, str):
         return evolve(trace, missing_extras=(*trace.missing_extras, f"teacher_logprobs: {scored}"))
@@ -165,7 +165,7 @@ def with_teacher(trace: Trace, begin: int, scored: "array[float] | str") -> Trac
 
 
 def unscored(trajectory: Trajectory, why: str) -> Trajectory:
-    """A trajectory whose traces with trained tokens say why no teacher scored them."""
+    """The trajectory, with the reason why no teacher scored it on each trace that has trained tokens."""
     traces = (with_teacher(each, 0, why) if 1 in each.loss_mask else each for each in trajectory.traces)
     return evolve(trajectory, traces=tuple(traces))
 
@@ -175,10 +175,10 @@ def unscored(trajectory: Trajectory, why: str) -> Trajectory:
 
 @frozen(kw_only=True)
 class CallExtras:
-    """The extras that one call requests: `top_logprobs` of each token, the experts from position
-    `routed_from` on, `room` bytes at most.
+    """The extras that one call requests: `top_logprobs` for each token, the experts from position
+    `routed_from` on, at most `room` bytes.
 
-    `notes` say why it is less than the task requested.
+    `notes` say why this is less than the task requested.
     """
 
     top_logprobs: int = 0
@@ -189,7 +189,7 @@ class CallExtras:
 
 @frozen(kw_only=True)
 class TurnExtras:
-    """The extras of a turn: the fields of `Turn` of the same names, and its notes of missing ones."""
+    """The extras of a turn (the fields of `Turn` with the same names), and its notes on missing ones."""
 
     top: TopLogprobs | None = None
     routed: RoutedExperts | None = None
@@ -219,19 +219,19 @@ def turn_extras(
 
 @define(eq=False)
 class SessionExtras:
-    """The extras of one session's turns and their size. At most `limit` bytes; later turns get none,
+    """The extras of one session's turns and their size. Once they reach `limit` bytes, later turns get none,
     with a note.
     """
 
     spec: CarrySpec
     limit: int
     size: int = field(default=0, init=False)  # bytes
-    without: int = field(default=0, init=False)  # turns with missing extras
-    # by turn: how many positions have their experts, from 0 on, without a gap
+    without: int = field(default=0, init=False)  # the number of turns with missing extras
+    # maps a turn to the number of positions, from 0 on without a gap, whose experts are known
     _covered: dict[int, int] = field(factory=dict, init=False)
 
     def carry(self, parent: int | None) -> CallExtras:
-        """The extras that a call requests that extends `parent`. Its rows begin where those of its
+        """The extras that a call requests that extends `parent`. Its experts begin where those of its
         ancestors end.
         """
         if not self._requested:
@@ -244,7 +244,7 @@ class SessionExtras:
         )
 
     def covered(self, index: int | None) -> int:
-        """How many positions of a turn have their experts, in it or before it."""
+        """The number of first positions of a turn whose experts are recorded, in it or in an ancestor."""
         return 0 if index is None else self._covered.get(index, 0)
 
     def add(self, turn: Turn) -> None:
@@ -267,5 +267,5 @@ class SessionExtras:
 
 
 def size_of(top: TopLogprobs | None, routed: RoutedExperts | None) -> int:
-    """The bytes of both."""
+    """The bytes of both extras together."""
     return (0 if top is None else top.size) + (0 if routed is None else len(routed.data))

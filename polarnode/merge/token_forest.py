@@ -1,16 +1,16 @@
-"""Merge recorded calls: lines of JSONL in, training rows as JSONL out, by the forest of turns that the calls
-of a session form.
+"""Merge recorded calls: lines of JSONL in, training rows as JSONL out. The calls of a session form a forest
+of turns.
 
 `read_call` reads one line of JSON; a fault is one sentence with line and field. A call that it returns is
 whole: as many logprobs as sampled ids, every number in range.
 
-In `Forest` a call extends the turn whose prompt and sample are the longest exact beginning of its prompt.
-Candidates are found by a hash at the lengths at which turns end and proven by comparing memory, in time
-linear in the prompt. Ids lie in lines: a call that extends the last turn of a line is appended to it, any
-other begins a new line, so lines are the rows to come. Keep it free of recursion, of a Python object for each
-id, and of anything that costs turns times tokens.
+In `Forest` a call extends the turn whose prompt and sample form the longest exact prefix of the call's
+prompt. Candidates are found by a hash at the lengths at which turns end, and proven by comparing memory, in
+time linear in the prompt. Ids lie in lines: a call that extends the last turn of a line is appended to the
+line, and any other call begins a new line, so lines are the future rows. Keep this free of recursion, of a
+Python object for each id, and of anything that costs turns times tokens.
 
-A session stays open until the input ends, since its calls may lie anywhere in it. It holds each id once (4
+A session remains open until the input ends, because its calls may be anywhere in it. It holds each id once (4
 bytes), a logprob for each sampled one (4 bytes) and some 600 bytes a call. Rows are made one session at a
 time, and the session is then released. A bad line never affects another line.
 """
@@ -41,8 +41,8 @@ LARGEST_ID: Final = 2**31 - 1
 
 @frozen(kw_only=True)
 class RecordedCall:
-    """One model call. `prompt` int32[P], `sampled` int32[S], `logprobs` float32[S]; `version` is None
-    where no weights were named.
+    """One model call: `prompt` int32[P], `sampled` int32[S], `logprobs` float32[S]. `version` is None if no
+    weights were named.
     """
 
     line: int
@@ -55,7 +55,7 @@ class RecordedCall:
 
 
 def read_call(text: bytes, line: int) -> RecordedCall:
-    """The call in a line of JSONL; unknown fields are ignored. Refused with the line and the field."""
+    """The call in a line of JSONL. Unknown fields are ignored. Raises Refused with the line and the field."""
     try:
         fields = _object(text)
         return _call(fields, line, maybe_bool=b"true" in text or b"false" in text)
@@ -108,7 +108,7 @@ def _name(fields: dict[str, Any], field: str, *types: type) -> Any:
 
 
 def _version(fields: dict[str, Any]) -> str | None:
-    """Weights are named by a string, as in SGLang; a number becomes its digits."""
+    """A string names the weights, as in SGLang. A number becomes its digits."""
     value = fields.get("weight_version")
     if value is not None and type(value) not in (str, int):
         raise Refused(f"weight_version is {_shown(value)}: give a string or a whole number, or leave it out")
@@ -167,7 +167,7 @@ def _list(fields: dict[str, Any], field: str, of: str) -> list[Any]:
 
 
 def _has_bool(values: list[Any]) -> bool:
-    """JSON's true is Python's 1, and no id."""
+    """Whether a value is a bool. JSON's true equals 1 in Python, but is no id."""
     return any(type(value) is bool for value in values)
 
 
@@ -184,8 +184,9 @@ def _shown(value: Any) -> str:
 
 # ── forest ────────────────────────────────────────────────────────────────────────────────────────
 
-# What a call did to the rows: it continued one, or began one as the first call of its session, as a repeated
-# prompt, or because its prompt did not contain the previous reply.
+# What a call did to the rows. It continued one (none), or it began one: as the first call of its session
+# (first), because it repeats a prompt (retry), or because its prompt does not contain the previous reply
+# (broken).
 Began = Literal["none", "first", "retry", "broken"]
 
 _NO_SAMPLING: Final = Sampling()
@@ -195,12 +196,14 @@ Words = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
 @define(eq=False)
 class Hasher:
-    """Hashes of all prefixes of some ids, in one pass. The same for all sessions; 64 bits."""
+    """Computes the hashes of all prefixes of some ids in one pass. All sessions share it. The hashes have 64
+    bits.
+    """
 
     _weights: Words = field(factory=lambda: _mixed(1024))
 
     def of(self, text: "array[int]") -> Words:
-        """uint64[len + 1]: at n the hash of the first n ids."""
+        """uint64[len + 1]: entry n is the hash of the first n ids."""
         if len(text) > len(self._weights):
             self._weights = _mixed(2 * len(text))
         found = numpy.zeros(len(text) + 1, dtype=numpy.uint64)
@@ -216,7 +219,7 @@ _ONE: Final = numpy.uint64(1)
 
 
 def _mixed(count: int) -> Words:
-    """splitmix64 of 0, 1, 2 …, made odd so that no difference of two ids vanishes."""
+    """splitmix64 of 0, 1, 2 …, made odd so that no difference between two ids vanishes."""
     z = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
@@ -225,8 +228,8 @@ def _mixed(count: int) -> Words:
 
 @define(eq=False)
 class _Line:
-    """Consecutive ids, the first at position `start`; the earlier ids are those of `before`, up to
-    `start`.
+    """Consecutive ids, the first at position `start`. The ids before `start` are those of the line
+    `before`.
     """
 
     number: int
@@ -252,7 +255,7 @@ class _Line:
 
 @frozen(kw_only=True)
 class _Placed:
-    """A call and where its ids lie in its line: new ones from `start`, the sample from `prompt_length`
+    """A call, and where its ids lie in its line: the new ids from `start` on, the sample from `prompt_length`
     to `end`.
     """
 
@@ -275,9 +278,9 @@ class Forest:
     hasher: Hasher
     _placed: list[_Placed] = field(factory=list)
     _lines: int = 0
-    _lengths: "array[int]" = field(factory=ids)  # at which turns end, ascending, each once
+    _lengths: "array[int]" = field(factory=ids)  # the lengths at which turns end, ascending, each once
     _ends: dict[int, list[_Placed]] = field(factory=dict)  # turns by the key of their text, the latest last
-    _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn with a prompt, by the prompt's key
+    _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn with each prompt, by the prompt's key
 
     @property
     def turn_ids(self) -> list[Name]:
@@ -285,7 +288,7 @@ class Forest:
         return [placed.turn_id for placed in self._placed]
 
     def add(self, call: RecordedCall) -> Began:
-        """Take a call that sampled something. O(ids of the call)."""
+        """Add a call that sampled something. O(ids of the call)."""
         whole = call.prompt + call.sampled
         text, hashes, length = whole.tobytes(), self.hasher.of(whole), len(call.prompt)
         parent = self._extended(text, hashes, length)
@@ -310,21 +313,21 @@ class Forest:
         return began
 
     def _extended(self, text: bytes, hashes: Words, length: int) -> _Placed | None:
-        """The turn that a prompt of this length extends: the longest. O(length), since turns end at no
-        more than that many lengths.
+        """The turn that a prompt of this length extends: the longest that fits. O(length), because turns end
+        at no more than that many lengths.
         """
         lengths = self._lengths[: bisect_right(self._lengths, length)]
         found: list[int] = hashes[numpy.frombuffer(lengths, dtype=numpy.int32)].tolist() if lengths else []
         for end, hashed in zip(reversed(lengths), reversed(found), strict=True):
             twins = self._ends.get(_key(end, hashed))
             if twins and twins[-1].line.begins(text, end):
-                # Of turns with the same text each is extended once, the latest first; the last remaining turn
-                # takes all further calls.
+                # Each of several turns with the same text is extended once, the latest first. The last one
+                # that remains takes all further calls.
                 return twins.pop() if len(twins) > 1 else twins[0]
         return None
 
     def _why(self, prompt_key: int, text: bytes, length: int) -> Began:
-        """Why a row begins here."""
+        """Why a row begins with this call."""
         if not self._placed:
             return "first"
         first = self._prompts.get(prompt_key)
@@ -345,7 +348,7 @@ class Forest:
         self._ends.setdefault(end_key, []).append(placed)
 
     def turns(self, session_id: str) -> Iterator[Turn]:
-        """The calls as turns. A turn that named no weights has the version ""."""
+        """The calls as turns. A turn whose call named no weights has the version ""."""
         for placed in self._placed:
             line, held = placed.line, placed.line.tokens
             sampled = held[placed.prompt_length - line.start : placed.end - line.start]
@@ -381,8 +384,8 @@ _NO_CONFIG: Final[Mapping[str, Json]] = MappingProxyType({})
 
 @define(kw_only=True)
 class Counts:
-    """Counts of what was read and made. `rows` = the `first` rows of sessions + `retries` + `broken`. `empty`
-    calls sampled nothing and are in no row.
+    """Counts of what was read and made. `rows` equals `first` (the first rows of sessions) + `retries` +
+    `broken`. `empty` calls sampled nothing and are in no row.
     """
 
     records: int = 0
@@ -397,7 +400,7 @@ class Counts:
     bad: int = 0
 
     def note(self, began: Began) -> None:
-        """Count the reason why a row began, if one began."""
+        """Count why a row began, if one began."""
         match began:
             case "first":
                 self.first += 1
@@ -411,7 +414,7 @@ class Counts:
 
 @define(eq=False)
 class _Session:
-    """One session's calls, and the line of each turn."""
+    """One session's calls, and the input line of each turn."""
 
     forest: Forest
     lines: dict[Name, int] = field(factory=dict)
@@ -419,14 +422,14 @@ class _Session:
 
 @define(eq=False)
 class Sessions:
-    """Takes the input line by line; gives the rows after the last line."""
+    """Reads the input line by line, and yields the rows after the last line."""
 
     counts: Counts = field(factory=Counts)
     _hasher: Hasher = field(factory=Hasher)
     _open: dict[str | int, _Session] = field(factory=dict)
 
     def take(self, text: bytes, line: int) -> str | None:
-        """Take one line of the input. Returns a sentence on its fault, or None. An empty line is skipped."""
+        """Read one line of the input. Returns a sentence on its fault, or None. An empty line is skipped."""
         if not text.strip():
             return None
         self.counts.records += 1
@@ -455,11 +458,11 @@ class Sessions:
             self.counts.empty += 1
 
     def rows(self) -> Iterator[bytes]:
-        """The rows as lines of JSON: sessions in the order they appeared, a session's in the order of
-        their last turns.
+        """The rows as lines of JSON. Sessions are in the order in which they appeared, and the rows of a
+        session in the order of their last turns.
 
-        InvariantViolated if a session's rows break an invariant: a fault of polarnode, not of the
-        input.
+        Raises InvariantViolated if the rows of a session violate an invariant: a fault of polarnode, not of
+        the input.
         """
         self.counts.sessions = len(self._open)
         while self._open:
@@ -477,7 +480,7 @@ class Sessions:
 
 
 def _row(session_id: str | int, trace: Trace, names: list[Name]) -> bytes:
-    """A row as JSON. float32 numbers are written in the fewest digits that read back to the same bits."""
+    """A row as JSON. float32 numbers have the fewest digits that read back to the same bits."""
     row = {
         "session_id": session_id,
         "token_ids": numpy.frombuffer(trace.token_ids, dtype=numpy.int32),
@@ -492,7 +495,7 @@ def _row(session_id: str | int, trace: Trace, names: list[Name]) -> bytes:
 
 
 def _versions(trace: Trace) -> list[dict[str, Json]]:
-    """The spans of weight versions, where they were named; adjacent spans of the same version are joined."""
+    """The spans of weight versions that were named. Adjacent spans of the same version are joined."""
     found: list[dict[str, Json]] = []
     for span in trace.version_spans:
         if found and (found[-1]["version"], found[-1]["end"]) == (span.version, span.start):

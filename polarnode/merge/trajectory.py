@@ -1,8 +1,8 @@
 """Assemble a session's turns, outcome and verdict into a checked trajectory.
 
-Pure; the last step before the journal. A trajectory that violates an invariant is published without traces,
-as an error with the numbers: a bug of polarnode never becomes a gradient, and the turns are kept for
-inspection.
+Pure; this is the last step before the journal. A trajectory that violates an invariant is published without
+traces, as an error with the numbers. So a bug of polarnode never becomes a gradient, and the turns are kept
+for inspection.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,13 +45,14 @@ class Identity:
     model: str
     node: str
     attempt: int = 0
-    # of a fork. While it runs, `got` is how many turns it may inherit: those with an index below it that are
-    # there are inherited
+    # Set for a fork. While the fork runs, `got` is the number of turns that it may inherit: its turns with a
+    # lower index are inherited.
     forked_from: ForkedFrom | None = None
-    continued_from: ContinuedFrom | None = None  # of one that goes on with an earlier attempt's turns
+    # set for a session that continues with an earlier attempt's turns
+    continued_from: ContinuedFrom | None = None
 
     def began_with(self, turns: Sequence[Turn]) -> ForkedFrom | None:
-        """What the session that ended with these turns inherited."""
+        """What the session inherited, given the turns with which it ended. None if it is no fork."""
         fork = self.forked_from
         if fork is None:
             return None
@@ -61,7 +62,7 @@ class Identity:
 
 
 def asked_fork(spec: TaskSpec | None) -> ForkedFrom | None:
-    """What a session of this task may inherit when it begins; None for one that is no fork."""
+    """What a session of this task may inherit when it begins. None if it is no fork."""
     fork = None if spec is None else spec.fork
     if fork is None:
         return None
@@ -88,8 +89,8 @@ def assemble(
     allowed_imports: tuple[str, ...] = (),
     damaged: tuple[Damaged, ...] = (),
 ) -> Trajectory:
-    """The trajectory of one session. `damaged` names what is missing of it: turns that extend a missing one
-    are kept, and left out of the traces. A builder that fails or a violated invariant costs the traces, not
+    """The trajectory of one session. `damaged` names what is missing from it. Turns that extend a missing one
+    are kept, but left out of the traces. A builder that fails or a violated invariant costs the traces, not
     the record.
     """
     if damaged:
@@ -109,7 +110,7 @@ def assemble(
 
 
 def _rooted(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns all of whose ancestors are there."""
+    """The turns of which all ancestors are there."""
     found: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.parent is None or turn.parent in found:
@@ -118,8 +119,8 @@ def _rooted(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], result: Result) -> Trajectory:
-    """A trajectory without traces: every turn is present, and left out for the reason that the
-    outcome names.
+    """A trajectory without traces: every turn is there, and is left out for the reason that the outcome
+    names.
     """
     reason = result.outcome.boundary or result.outcome.status
     inherited = _inherited(identity, turns)

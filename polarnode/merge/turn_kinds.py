@@ -1,8 +1,8 @@
-"""The graph of a session's turns, ended or under way, and the kind, reason and lineage of each new one.
+"""The graph of a session's turns, ended or under way, and the kind, reason and lineage of each new turn.
 
 Kinds and reasons label turns for reports; they never change the tokens of a prompt. The graph can be rebuilt
-from the turns alone, because sessions are restored from them, and each look-up is cheap, because every
-request makes one.
+from the turns alone, because sessions are restored from them. Each look-up is cheap, because every request
+makes one.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from polarnode.merge.attach import CHOICE, RESUMED, THINKING_TEMPLATE, Attached,
 from polarnode.merge.ledger import Ledger
 from polarnode.merge.roles import PathIndex
 
-# Every reason a turn may have: a fixed set, because reports and metrics count by it.
+# Every reason that a turn may have. The set is fixed, because reports and metrics count by it.
 REASONS: Final = frozenset(
     (
-        # of roots, from `PathIndex.why_root`
+        # These are the reasons of roots, from `PathIndex.why_root`.
         *("first", "compaction", "tools", "thinking", "system", "rewrite", "conversation"),
         *("appended", "sibling", "volatile", "cut_answer", "same_request", "same_path"),
         *(THINKING_TEMPLATE, RESUMED, CHOICE),
@@ -38,8 +38,8 @@ class TurnName:
 
 @define(eq=False)
 class TurnGraph:
-    """The plans under way and the turns of the ledger, by parent. `next_index` and `next_lineage` are
-    unused numbers.
+    """The plans under way and the turns of the ledger, by parent. `next_index` and `next_lineage` are the
+    next unused numbers.
     """
 
     ledger: Ledger
@@ -66,7 +66,7 @@ class TurnGraph:
     def name(
         self, found: Attached, conversation: Conversation, request_key: str, paths: PathIndex
     ) -> TurnName:
-        """The kind, reason and lineage of the next request, given where it attaches."""
+        """The kind, reason and lineage of the next request, which attaches as `found` says."""
         again = self._again(found, request_key)
         if again is not None:
             return again
@@ -90,8 +90,8 @@ class TurnGraph:
         return self._under(found.parent, found, conversation)
 
     def can_go_on(self, turn: Turn) -> bool:
-        """Whether a cut turn can be continued: it has tokens and room for more, and nothing else
-        continued it.
+        """Whether a cut turn can be continued: it has tokens and room for more, and nothing else continued
+        it.
         """
         room = turn.used.max_tokens is None or len(turn.sampled) < turn.used.max_tokens
         untouched = all(
@@ -115,8 +115,8 @@ class TurnGraph:
         )
 
     def _again(self, found: Attached, request_key: str) -> TurnName | None:
-        """The turn that this request retries, if any: one with the same body, or one with the same path that
-        failed or has not ended.
+        """The name of a retry, if this request retries a turn: one with the same body, or one with the same
+        path that failed or has not ended. Else None.
         """
         for index in reversed(self._children.get(found.parent, [])):
             earlier = self._request(index)
@@ -129,7 +129,7 @@ class TurnGraph:
         return None
 
     def _is_last(self, index: int) -> bool:
-        """Whether a turn is the last of its lineage; engine failures do not count."""
+        """Whether a turn is the last of its lineage. Turns that the engine failed do not count."""
         lineage, ended = self.ledger.turns[index].lineage, self.ledger.turns
         under_way = any(plan.lineage == lineage and plan.index > index for plan in self.plans.values())
         return not under_way and not any(
@@ -150,11 +150,11 @@ class TurnGraph:
         return index in turns
 
     def _replaceable(self, index: int) -> bool:
-        """Whether a retry replaces this turn: it ended abnormally, and nothing extends it."""
+        """Whether a retry replaces this turn: it ended abnormally and nothing extends it."""
         return index in self.ledger.turns and not self._complete(index) and not self._living(index)
 
     def _living(self, parent: int) -> list[int]:
-        """The turns that extend this one or may still do so; engine failures extend nothing."""
+        """The turns that extend this one, or still may. Turns that the engine failed extend nothing."""
         turns = self.ledger.turns
         return [
             child

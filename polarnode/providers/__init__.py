@@ -1,1 +1,1 @@
-"""The model providers, a folder each: read a request, write its answer, whole or streamed."""
+"""The model providers, one folder each: read a request, and write its answer, whole or streamed."""

@@ -1,11 +1,11 @@
-"""What a provider module implements: `Dialect` reads requests, `StreamWriter` writes a streamed answer, both
-without a clock or a socket.
+"""What a provider module implements: a `Dialect` reads requests, and a `StreamWriter` writes a streamed
+answer, both without a clock or a socket.
 
-Everything a provider sends to a client goes through these two, and everything that can go wrong is a
-`FaultKind`: mypy names every dialect whose table lacks a new kind. Decisions about a request (who may send
-it, what is sampled, when to stop) are made elsewhere.
+Everything that a provider sends to a client goes through these two, and everything that can go wrong is a
+`FaultKind`. For a new kind, mypy names every dialect whose table lacks it. Decisions about a request (who may
+send it, what is sampled, when to stop) are made elsewhere.
 
-Server-sent events are JSON on one line, in UTF-8, ended by an empty line. Comments are not offered: Codex,
+Server-sent events are JSON on one line, in UTF-8, ended by an empty line. SSE comments are never sent: Codex,
 Qwen Code and OpenClaw do not count them as activity, and Gemini CLI drops the answer when it sees one.
 """
 
@@ -23,16 +23,18 @@ from polarnode.providers.read_parts import ReadParts
 # ── requests and answers ────────────────────────────────────────────────────────────
 
 JSON_TYPE = "application/json"
-# without a charset: Qwen Code stops when this is not exactly `text/event-stream`
+# There is no charset, because Qwen Code stops if this is not exactly `text/event-stream`.
 STREAM_TYPE = "text/event-stream"
 
-# Measured: after two seconds every harness is back with its second attempt. Codex gives up at once without
-# the header, so it is always sent.
+# Measured: after two seconds every harness tries a second time. The header is always sent, because Codex
+# gives up at once without it.
 RETRY_AFTER_S = 2
 
-REPEATED = 1000  # characters of a refusal: enough for a long sentence with two long names
+# The characters of a request that a refusal repeats: enough for a long sentence with two long names.
+REPEATED = 1000
 
-# `compact` belongs to the Responses API: answered like `generate`, with an item that replaces the history.
+# `compact` belongs to the Responses API. It is answered like `generate`, with an item that replaces the
+# history.
 Operation = Literal["generate", "compact", "count_tokens", "models", "model"]
 
 FaultKind = Literal[
@@ -49,18 +51,18 @@ FaultKind = Literal[
     "too_large",
 ]
 
-# Transient faults: a status with `retry-after`, or a broken connection, makes clients send the request again.
+# Transient faults. A status with `retry-after`, or a broken connection, makes clients send the request again.
 TRIED_AGAIN: Final[frozenset[FaultKind]] = frozenset(("overloaded", "engine_failed", "cancelled"))
 
 
 @frozen(kw_only=True)
 class Fault:
-    """Why a request is not answered, before a dialect renders it in its own format.
+    """Why a request is not answered. A dialect renders it in its own format.
 
     `path` names the field of a `bad_request`. `retry_after_s` (whole seconds) is for `overloaded`,
-    `engine_failed` and `cancelled` (an operator or new weights ended the generation; the same request sent
-    again gets the rest of the answer). `prompt_tokens` and `limit` belong to `context_too_long`, `allow` (the
-    method that is served) to `method_not_allowed`.
+    `engine_failed` and `cancelled` (an operator or new weights ended the generation; the same request, sent
+    again, gets the rest of the answer). `prompt_tokens` and `limit` belong to `context_too_long`, `allow`
+    (the method that is served) to `method_not_allowed`.
     """
 
     kind: FaultKind
@@ -73,8 +75,8 @@ class Fault:
 
     @classmethod
     def of(cls, error: Refused | Busy) -> "Fault":
-        """The fault for a refusal. `context_too_long` is distinct from other bad requests, because harnesses
-        compact on it.
+        """The fault for a refusal. `context_too_long` is a kind of its own among bad requests, because
+        harnesses compact on it.
         """
         if isinstance(error, Busy):
             return cls(kind="overloaded", message=str(error), retry_after_s=ceil(error.retry_after))
@@ -85,7 +87,7 @@ class Fault:
                 prompt_tokens=error.prompt_tokens,
                 limit=error.limit,
             )
-        # harnesses show what a refusal repeats of their request, and some pass it to the model
+        # Harnesses show the parts of their request that a refusal repeats, and some pass them to the model.
         message, path = shortened(str(error), REPEATED), error.path and shortened(error.path, REPEATED)
         return cls(kind="bad_request", message=message, path=path)
 
@@ -101,11 +103,12 @@ class Reply:
 
 @frozen(kw_only=True)
 class ModelCallInfo:
-    """One model call, as its response names it.
+    """What a response says about its model call.
 
     `request` is the request being answered. `id` is hex and unique to the call; `created` is in unix seconds;
-    `signature` is the opaque reference put where a dialect signs thinking. `calls_first`: an answer with
-    calls ends as one even where it was cut, for a harness that runs no call of a cut answer.
+    `signature` is the opaque reference that stands where a dialect signs thinking. `calls_first`: an answer
+    with calls is reported as ended by its calls even if it was cut, for a harness that runs no call of a cut
+    answer.
     """
 
     request: ModelRequest
@@ -120,7 +123,7 @@ class ModelCallInfo:
         return self.request.model
 
     def cut(self, answer: Answer) -> bool:
-        """Whether the client is told that an answer is not whole."""
+        """Whether the client is told that an answer is incomplete."""
         return answer.cut and not (self.calls_first and answer.calls)
 
 
@@ -134,7 +137,9 @@ class ServedModel:
 
 
 class Memory(Protocol):
-    """What one session remembers for its dialects: JSON values by name. Bounded: the oldest are dropped."""
+    """What one session remembers for its dialects: JSON values by name. It is bounded; the oldest are
+    dropped.
+    """
 
     def recall(self, name: str) -> Json | None: ...
 
@@ -154,11 +159,11 @@ class NoMemory:
 
 @frozen(kw_only=True)
 class Envelope:
-    """All of a request but its body. `headers` have lower-case names; `model` is the name in the path, if the
-    path has one; `query` is verbatim.
+    """Everything of a request but its body. `headers` have lower-case names; `model` is the name in the path,
+    if the path has one; `query` is verbatim.
 
-    `stream`: whether the path asks for a stream, in the one API whose path decides that. `parts` are those of
-    its session's earlier requests.
+    `stream` says whether the path asks for a stream, in the one API whose path decides that. `parts` caches
+    the parts of the session's earlier requests.
     """
 
     headers: Mapping[str, str] = field(factory=dict)
@@ -172,8 +177,8 @@ class Envelope:
 
 @frozen
 class LastWords:
-    """The last bytes of a failed stream that is then ended properly: for an API whose clients recognise a
-    failure by these bytes, and lose them when the connection breaks right after them.
+    """The last bytes of a failed stream, which is then ended properly. They are for an API whose clients
+    recognise a failure by these bytes, but lose them if the connection breaks right after them.
     """
 
     data: bytes
@@ -183,9 +188,9 @@ class StreamWriter(Protocol):
     """One streamed response. Every method returns the bytes to send now, which may be none. A writer holds no
     more than block numbers.
 
-    `keep_alive` is legal at any time, also before `start`. `end` closes the response with every terminal
+    `keep_alive` may be called at any time, also before `start`. `end` closes the response with every terminal
     marker that its clients wait for. It takes as many answers as the request asked for; `delta` names the
-    choice it belongs to.
+    choice to which it belongs.
     """
 
     @property
@@ -201,8 +206,8 @@ class StreamWriter(Protocol):
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
         """The bytes to send after a failure: an error event before the connection is broken, or None to only
-        break it. Such a stream is ended properly only after `LastWords`, which no client reads as the end of
-        an answer.
+        break it. After `LastWords` the stream is ended properly instead, because no client takes those bytes
+        for the end of an answer.
         """
 
 
@@ -213,8 +218,8 @@ class Dialect(Protocol):
     def name(self) -> str: ...
 
     def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
-        """Read `body` as a request. Raises Refused with the field's path. A body that is only counted may
-        lack what sampling needs.
+        """Read `body` as a request. Raises Refused with the path of the field. The body of a count request
+        may lack what sampling needs.
         """
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -223,8 +228,8 @@ class Dialect(Protocol):
         """
 
     def remember(self, call: ModelCallInfo, answer: Answer, memory: Memory) -> None:
-        """Keep what a later request of this API may refer to by name. Called once, when an answer is
-        complete; most APIs keep nothing.
+        """Keep what a later request of this API may refer to by name. This is called once, when an answer is
+        complete. Most APIs keep nothing.
         """
 
     def stream(self, call: ModelCallInfo) -> StreamWriter: ...
@@ -232,13 +237,13 @@ class Dialect(Protocol):
     def error(self, fault: Fault) -> Reply: ...
 
     def count(self, tokens: int) -> bytes | None:
-        """The response to a count_tokens request; None where the API has no such call."""
+        """The response to a count_tokens request. None if the API has no such call."""
 
     def models(self, served: ServedModel) -> bytes:
-        """The list of the one model."""
+        """The list of models, which has one entry."""
 
     def model(self, served: ServedModel, *, name: str) -> bytes:
-        """One model, under the requested name: every name is served by the same model."""
+        """One model, under the requested name, because the same model serves every name."""
 
 
 @frozen
@@ -268,8 +273,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Json, *, name: str | None = None) -> bytes:
-    """One server-sent event. `name` becomes its `event:` line, which Anthropic's clients need and OpenAI's do
-    not have.
+    """One server-sent event. `name` becomes its `event:` line, which Anthropic's clients need and OpenAI's
+    API does not have.
     """
     line = b"data: " + dump_json(data) + b"\n\n"
     return line if name is None else b"event: " + name.encode() + b"\n" + line

@@ -1,4 +1,5 @@
-"""Which provider's API a request uses, by its path and headers, and which session keys it carries.
+"""Recognise by path and headers which provider's API a request uses, and find the session keys that it
+carries.
 
 A path is matched by its end, under any prefix, because base URLs differ by a `/v1` and the prefix may carry
 the session. Only a provider's routes are answered: an answer to a probe for another kind of server
@@ -57,8 +58,8 @@ __all__ = [
 
 @frozen(kw_only=True)
 class Route:
-    """The dialect and operation of a request. `model` is the name in the path, and `stream` whether it asks
-    for a stream, where the path contains them.
+    """The dialect and operation of a request. Where the path contains them, `model` is the model's name, and
+    `stream` whether the request asks for a stream.
     """
 
     dialect: Dialect
@@ -67,7 +68,7 @@ class Route:
     stream: bool | None = None
 
 
-# One row per path: its end without the version, the provider, the operation.
+# One row per path: the end of the path without the version, the provider, the operation.
 _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/chat/completions", OPENAI_CHAT, "generate"),
     ("/responses", OPENAI_RESPONSES, "generate"),
@@ -77,30 +78,31 @@ _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/messages/count_tokens", ANTHROPIC, "count_tokens"),
 )
 
-# Google: the model's name, which may contain anything, and the method after its last colon. Covers all paths
-# of AI Studio and Vertex.
+# Google's paths end with the model's name, which may contain anything, and the method after the last colon.
+# The pattern covers all paths of AI Studio and Vertex.
 _METHOD = re.compile(r".*?/(?:models|tunedModels|endpoints)/(?P<model>.+):(?P<method>\w+)")
 _METHODS: Mapping[str, tuple[Operation, bool]] = {
     "generateContent": ("generate", False),
     "streamGenerateContent": ("generate", True),
     "countTokens": ("count_tokens", False),
 }
-_CAMEL = re.compile(r"[a-z]+(?:[A-Z][a-z]*)+|predict")  # a method, not a tag in a model's name (`qwen:7b`)
+# a method's name, unlike a tag in a model's name (`qwen:7b`)
+_CAMEL = re.compile(r"[a-z]+(?:[A-Z][a-z]*)+|predict")
 _GOOGLE = re.compile(r".*/(?:v1beta1?|publishers|tunedModels|cachedContents)(?:/.*)?")
 
 _SESSION = re.compile(r"/sessions/([^/]+)")
 _MODELS = re.compile(r"(?P<prefix>.*?)(?:/v1|/v1beta1?)?(?:/publishers/[^/]+)?/models(?:/(?P<model>.+))?")
-_NOT_OURS = "/api"  # clients recognise LM Studio by `/api/v1/models`
+_NOT_OURS = "/api"  # Clients recognise LM Studio by `/api/v1/models`.
 
 
 def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
-    """The route of a request; None when there is none (`missed` then returns the response)."""
+    """The route of a request. None if it has none; `missed` then returns the response."""
     found = _find(path, headers)
     return found if found is not None and method == _method(found) else None
 
 
 def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
-    """The response to a request without a route: 405 where another method has one, else 404."""
+    """The response to a request without a route: 405 if the path has another method, else 404."""
     found = _find(path, headers)
     if found is None:
         fault = Fault(
@@ -127,8 +129,8 @@ def not_found_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
 
 
 def session_keys(target: str, headers: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys in a request, in order of preference: the path's, which every harness passes on unchanged,
-    those of the three headers, and `key` in the query, as in manual calls of Google's API.
+    """The keys in a request, in order of preference: the key in the path, which every harness passes on
+    unchanged, the keys in the three headers, and `key` in the query, as in manual calls of Google's API.
     """
     path, _, query = target.partition("?")
     prefix = _SESSION.search(_clean(path))
@@ -142,7 +144,7 @@ def session_keys(target: str, headers: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _find(path: str, headers: Mapping[str, str]) -> Route | None:
-    path = _SESSION.sub("", _clean(path), count=1)  # a session may have any name, also `models`
+    path = _SESSION.sub("", _clean(path), count=1)  # A session may have any name, even `models`.
     for end, dialect, operation in _POSTS:
         if path.endswith(end):
             return Route(dialect=dialect, operation=operation)
@@ -164,7 +166,9 @@ def _find(path: str, headers: Mapping[str, str]) -> Route | None:
 
 
 def _lister(path: str, headers: Mapping[str, str]) -> Dialect:
-    """The dialect whose format a list of models has: the paths of these APIs are similar."""
+    """The dialect in whose format models are listed. The paths of these APIs are similar, so the headers
+    decide too.
+    """
     if _speaks_google(path, headers):
         return GOOGLE
     return ANTHROPIC if _speaks_anthropic(headers) else OPENAI_CHAT

@@ -1,11 +1,11 @@
 """What OpenAI's two APIs share: errors, the list of models, and tools that take plain text.
 
 Harnesses act on the status of an error: they retry 429 and 5xx, stop on other 4xx, and compact on one code.
-Codex retries 429 only with `retry-after`, 5xx thirty times in 25 s, and ends its run on 400.
+Codex retries 429 only with `retry-after`, retries 5xx thirty times in 25 s, and ends its run on 400.
 
-A tool that takes plain text (`custom`) is shown to the model as a function of one string, `input`. The text
-is wrapped and unwrapped only here, so that a call comes back as it was made. A grammar is shown to the model
-and not enforced; its reader leaves a note.
+A tool that takes plain text (`custom`, called freeform here) is shown to the model as a function of one
+string, `input`. The text is wrapped and unwrapped only here, so that a call comes back as it was made. A
+grammar is shown to the model but not enforced; its reader leaves a note.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ from polarnode.providers.shapes import compact, strict_json
 
 
 def fault_row(kind: FaultKind) -> FaultRow:
-    """Status, `error.type` and `error.code`. A failed engine is 500, not 503, and overload is 429: every
-    harness measured retries on those.
+    """Status, `error.type` and `error.code`. A failed engine is 500, not 503, and overload is 429, because
+    every harness measured retries on those.
     """
     match kind:
         case "bad_request":
@@ -38,7 +38,7 @@ def fault_row(kind: FaultKind) -> FaultRow:
             return FaultRow(410, "invalid_request_error", "session_over")
         case "context_too_long":
             return FaultRow(400, "invalid_request_error", "context_length_exceeded")
-        case "budget_spent":  # a plain 400, without a code they act on, makes harnesses stop for good
+        case "budget_spent":  # A plain 400, without a code on which harnesses act, makes them stop for good.
             return FaultRow(400, "invalid_request_error", "session_budget_spent")
         case "overloaded":
             return FaultRow(429, "rate_limit_error", "rate_limit_exceeded")
@@ -53,8 +53,8 @@ def fault_row(kind: FaultKind) -> FaultRow:
 
 
 def message(fault: Fault) -> str:
-    """The fault's message, except for a long context: harnesses look for these words of it before they
-    compact.
+    """The fault's message. For a context that is too long it has OpenAI's words, which harnesses look for
+    before they compact.
     """
     if fault.kind != "context_too_long" or fault.limit is None or fault.prompt_tokens is None:
         return fault.message
@@ -67,7 +67,7 @@ def message(fault: Fault) -> str:
 
 def error(fault: Fault, *, conversation: str) -> Reply:
     """The whole reply. `param` is the field's path without its `$.`, as OpenAI writes it; `conversation`
-    names the field that can be too long.
+    names the field that may be too long.
     """
     body = error_body(fault, conversation=conversation)
     return error_reply(fault_row(fault.kind).status, body, fault)
@@ -81,7 +81,7 @@ def error_body(fault: Fault, *, conversation: str | None = None) -> Json:
 
 
 def models(served: ServedModel) -> bytes:
-    """The list of the one model."""
+    """The list of models, which has one entry."""
     return dump_json({"object": "list", "data": [_entry(served, served.id)]})
 
 
@@ -91,8 +91,8 @@ def model(served: ServedModel, *, name: str) -> bytes:
 
 
 def _entry(served: ServedModel, name: str) -> Json:
-    """A model. Its context length is given under both names in use: `max_model_len` (vLLM, SGLang), and the
-    one that OpenRouter's clients read.
+    """A model. Its context length has both names in use: `max_model_len` (vLLM, SGLang), and the one that
+    OpenRouter's clients read.
     """
     length = served.context_length
     return {
@@ -107,7 +107,7 @@ def _entry(served: ServedModel, name: str) -> Json:
 
 # ── freeform ────────────────────────────────────────────────────────────
 
-# the tool's `spelling`: marks a freeform tool for the writer
+# A tool's `spelling` with this value marks the tool as freeform for the writer.
 CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}
 
 _INPUT: Final[Json] = {"type": "string", "description": "The whole input, as it is, without any wrapping."}
@@ -119,7 +119,9 @@ _PARAMETERS: Final[Mapping[str, Json]] = {
 
 
 def tool(name: str, description: str | None, rule: str) -> Tool:
-    """The tool as shown to the model; `rule` is the text that `rule_of` gives for its grammar, or empty."""
+    """A freeform tool as the model is shown it. `rule` is its grammar as text, made by `rule_of`,
+    or empty.
+    """
     return Tool(
         name=name,
         description="\n\n".join(filter(None, (description, rule))),
@@ -148,8 +150,8 @@ def text_of(arguments: str) -> str:
 
 
 def object_of(arguments: str) -> dict[str, Json] | None:
-    """A call's arguments, parsed; None where they are not an object, or hold what cannot be written again
-    (half a surrogate pair, an integer of 65 bits).
+    """A call's arguments, parsed. None if they are not an object, or hold what cannot be written again (half
+    a surrogate pair, an integer of 65 bits).
     """
     try:
         value = strict_json(arguments or "{}")

@@ -1,9 +1,10 @@
-"""The parts of a session's requests, as they were read: each request repeats nearly all of those of the one
-before.
+"""A cache of the parts of a session's requests as they were read. Each request repeats nearly all parts of
+the one before.
 
 A part is an object in a list of the body (a message, a tool). It is recognised by a number over all of its
-JSON, which takes a fifth of the time of reading it. The number uses Python's own hash, whose seed is random:
-a client cannot aim at another part's number. What is kept is only read, so requests share it.
+JSON, which takes a fifth of the time of reading the part. The number uses Python's own hash, whose seed is
+random, so a client cannot construct a part with the number of another. Requests share what is kept, so
+nothing may change it.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -23,10 +24,11 @@ T = TypeVar("T")
 P = TypeVar("P")
 M = TypeVar("M")
 
-# Requests whose parts are kept, unless another holds them all: harnesses interleave up to four agents. A part
-# is some 300 bytes beside its text, which the turns hold too.
+# The number of requests whose parts are kept. A request whose parts are all in a later one is dropped.
+# Harnesses interleave up to four agents. A part takes some 300 bytes beside its text, which the turns hold
+# too.
 _REQUESTS: Final = 4
-# of one list that are kept: the longest session observed has 1,000 turns
+# The number of parts of one list that are kept. The longest session observed has 1,000 turns.
 _PARTS: Final = 8_192
 
 _NOTHING: Final[Mapping[int, Any]] = {}
@@ -34,19 +36,21 @@ _NOTHING: Final[Mapping[int, Any]] = {}
 
 @define(eq=False)
 class ReadParts:
-    """What a session's requests repeat. Threads may read at once: what is kept is replaced as a whole."""
+    """Caches the parts that a session's requests repeat. Several threads may read at once, because what is
+    kept is replaced as a whole.
+    """
 
-    # of a shape, by number; the latest request first
+    # For each shape, its parts by number, the latest request first.
     _kept: tuple[tuple[object, Mapping[int, AlreadyRead]], ...] = ()
-    # of a function, by the identity of what it was given, which stands beside what it returned
+    # For each function, by the identity of its argument: the argument and the result.
     _converted: tuple[tuple[object, Mapping[int, tuple[Any, Any]]], ...] = ()
-    # of a function, by the number of the JSON that it was given
+    # For each function, its results by the number of the JSON that it was given.
     _of_json: tuple[tuple[object, Mapping[int, Any]], ...] = ()
-    # of a function, what it was given and what it returned
+    # For each function, the whole list that it was given and the result.
     _lists: tuple[tuple[object, tuple[Any, ...], Any], ...] = ()
 
     def structure(self, value: dict[str, Json], shape: type[T]) -> T:
-        """As `codec.json.structure`, but what was read before is not read again. Raises Refused."""
+        """As `codec.json.structure`, but parts that were read before are not read again. Raises Refused."""
         attributes = _attributes(cast(Hashable, shape))
         try:
             numbers = {
@@ -71,8 +75,8 @@ class ReadParts:
         return found
 
     def convert(self, shapes: Iterable[P], function: Callable[[P], M]) -> list[M]:
-        """What a function returns for each of these shapes. It depends on the shape alone, so what it
-        returned for those of earlier requests is recalled.
+        """The function's result for each of these shapes. It depends only on the shape, so results for shapes
+        of earlier requests are recalled.
         """
         given = list(shapes)
         keys = list(map(id, given))
@@ -86,8 +90,8 @@ class ReadParts:
     def convert_json(
         self, parts: Sequence[dict[str, Json]], function: Callable[[dict[str, Json]], M]
     ) -> list[M]:
-        """What a function returns for each of these objects, on whose JSON alone it depends: the very values
-        that it returned where earlier requests had the same objects. It may keep what it is given.
+        """The function's result for each of these objects, which depends only on their JSON. For objects that
+        earlier requests had, the very same values are returned. The function may keep its argument.
         """
         try:
             numbers = _numbers("", parts)
@@ -99,8 +103,8 @@ class ReadParts:
         return [each.value for each in made]
 
     def convert_list(self, shapes: Iterable[P], function: Callable[[tuple[P, ...]], M]) -> M:
-        """What a function returns for a whole list of shapes, on which alone it depends: the very value that
-        it returned where an earlier request had the same list.
+        """The function's result for a whole list of shapes, which depends only on the list. For a list that
+        an earlier request had, the very same value is returned.
         """
         given = tuple(shapes)
         for kind, earlier, made in self._lists:
@@ -113,25 +117,25 @@ class ReadParts:
 
 @frozen
 class _Made:
-    """What a function returned, which may be None."""
+    """The result of a function, which may be None."""
 
     value: Any
 
 
 def is_list_of_objects(value: Json) -> TypeGuard[list[dict[str, Json]]]:
-    """Whether the parts of a list can be recalled: each is an object, and they are not too many."""
+    """Whether the parts of a list can be cached: each is an object, and there are not too many."""
     return isinstance(value, list) and len(value) <= _PARTS and all(type(part) is dict for part in value)
 
 
 def _numbers(name: str, parts: Any) -> list[int]:
-    """A number for each part, covering all of it and the list that it stands in."""
+    """A number for each part. It covers all of the part and the list to which it belongs."""
     return [hash((name, orjson.dumps(part))) for part in parts]
 
 
 def _recalled(
     kept: tuple[tuple[object, Mapping[int, M]], ...], kind: object, keys: list[int]
 ) -> list[M | None]:
-    """What is kept under each of these keys; nearly all of it is of the latest request."""
+    """What is kept under each of these keys. Nearly all of it belongs to the latest request."""
     latest, *others = [parts for each, parts in kept if each is kind] or [_NOTHING]
     found: list[M | None] = list(map(latest.get, keys))
     for parts in others:
@@ -144,7 +148,7 @@ def _recalled(
 def _with_latest(
     kept: tuple[tuple[object, Mapping[int, M]], ...], kind: object, parts: Mapping[int, M]
 ) -> tuple[tuple[object, Mapping[int, M]], ...]:
-    """With the parts of the latest request, and without those of a request that it repeats."""
+    """The cache with the parts of the latest request, without those of requests that it repeats."""
     others = [each for each in kept if each[0] is not kind or not each[1].keys() <= parts.keys()]
     return ((kind, parts), *others[: _REQUESTS - 1])
 
@@ -152,8 +156,8 @@ def _with_latest(
 def _kept_of(
     numbers: Sequence[int], spelled: Sequence[Any], read: Sequence[Any]
 ) -> Iterable[tuple[int, AlreadyRead]]:
-    """The parts of a list to keep. A part that stays JSON was not read, and could not be told from one that
-    was.
+    """The parts of a list to keep. A list with a part that remains JSON is not kept, because that part could
+    not be distinguished from one that was read.
     """
     parts = [
         raw if type(raw) is AlreadyRead else AlreadyRead(part)
@@ -165,7 +169,9 @@ def _kept_of(
 
 @cache
 def _attributes(shape: Hashable) -> dict[str, str]:
-    """By its JSON name, the attribute of each field that may be a list of shapes. Other lists stay JSON."""
+    """Maps the JSON name of each field that may be a list of shapes to its attribute. Other lists remain
+    JSON.
+    """
     return {
         field.alias: field.name
         for field in attrs.fields(cast(Any, shape))

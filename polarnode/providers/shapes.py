@@ -1,9 +1,9 @@
 """What the providers' shapes share: reading a body, refusing a field, and joining parts of text.
 
-A provider's shapes are attrs classes of the JSON it accepts; `core.codec.json.structure` reads them and
-reports the path of what does not fit. Unknown fields are always accepted (a 400 makes Claude Code change its
-prompt and ends most others); content that the model cannot see never is. A validator raises `Refused`;
-without a path it names the object, with one it names a field of it.
+A provider's shapes are attrs classes of the JSON that it accepts. `core.codec.json.structure` reads them and
+reports the path of what does not fit. Unknown fields are always accepted, because a 400 makes Claude Code
+change its prompt and ends most other harnesses. Content that the model cannot see is never accepted. A
+validator raises `Refused`: without a path it names the object, with a path a field of it.
 """
 
 import json
@@ -27,45 +27,45 @@ T = TypeVar("T")
 
 Check = Callable[[Any, Any, Any], None]
 
-NESTED = 230  # levels of JSON; real schemas have about ten
+NESTED = 230  # The levels of nested JSON that are accepted. Real schemas have about ten.
 
-# Escapes in a body that is mended, each of which takes 100 bytes meanwhile; 10 MB of source code have 0.3
-# million.
+# The escapes in a body that is mended. Each takes 100 bytes meanwhile; 10 MB of source code have 0.3 million.
 MENDED = 1_000_000
 
-# In this order: a surrogate pair, a lone surrogate, any other escape (so that `\\ud800`, an escaped
-# backslash, is skipped).
+# The alternatives are, in this order: a surrogate pair, a lone surrogate, any other escape (so that
+# `\\ud800`, an escaped backslash, is skipped).
 _ESCAPES = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
 )
 
 
-# A data URL in base64, with its media type. Programs that write base64 wrap it (76 columns) or escape its
-# slashes (JSON of PHP).
+# A data URL in base64, with its media type. Programs that write base64 may wrap it (at 76 columns) or escape
+# its slashes (PHP's JSON).
 _DATA_URL = re.compile(
     r"data:([a-z]+/[a-z0-9.+-]+)?(?:;[a-z]+=[^;,\s\"]+)*;base64,"
     r"[A-Za-z0-9+/_\\-]++={0,2}(?:\r?\n(?:[A-Za-z0-9+/]{60,}+|[A-Za-z0-9+/]++={1,2})(?=\s|\Z))*+",
     re.IGNORECASE,
 )
-# such a URL that is all of a line, by itself or as a picture of Markdown
+# A line that consists of such a URL, alone or as a picture of Markdown.
 _URL_LINE = re.compile(
     rf"^([ \t]*)(?:{_DATA_URL.pattern}|!\[[^\]\n]*\]\({_DATA_URL.pattern}\))(?=[ \t]*\r?$)",
     re.IGNORECASE | re.MULTILINE,
 )
-# bytes of a part of MCP's or of a model's API, which stand beside their media type
+# The fields of a part of MCP or of a model's API that hold its bytes, beside a field with their media type.
 _MEDIA_TYPES = ("mimeType", "media_type", "mime_type")
 _NO_TEXT = ("image/", "audio/", "video/", "application/pdf", "application/octet-stream")
 _BYTES = ("data", "blob", "base64")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*")
-# bytes in one text of JSON whose spelling is kept, each of which is a search in all of it
+# The number of replacements in one JSON text up to which its spelling is kept. Each is a search through the
+# whole text.
 _SPELLED = 20
 _HINTS = (";base64,", *(f'"{name}"' for name in _MEDIA_TYPES))
 
 
 def read_body(body: bytes, shape: type[T], parts: ReadParts | None = None) -> tuple[T, tuple[str, ...]]:
-    """The body as a `shape`, and the paths of its top-level fields that the shape does not have. `parts` are
-    those that its session sent before. Raises Refused with a path.
+    """The body as a `shape`, and the paths of its top-level fields that the shape does not have. `parts`
+    caches the parts of the session's earlier requests. Raises Refused with a path.
     """
     value = read_value(body)
     if not isinstance(value, dict):
@@ -78,8 +78,8 @@ def read_value(body: bytes) -> Json:
     """Parse JSON as harnesses in JavaScript write it: half a surrogate pair (a truncated emoji) becomes
     U+FFFD instead of a refusal.
 
-    Raises Refused when it is nested so deeply that parts of it could not be written again in an answer or a
-    template, where a 400 is no longer possible.
+    Raises Refused if the JSON is nested so deeply that parts of it could not be written again in an answer or
+    a template, where a 400 is no longer possible.
     """
     try:
         value = read_json(body)
@@ -96,15 +96,15 @@ def read_value(body: bytes) -> Json:
 
 
 def _opened(body: bytes) -> int:
-    """How many brackets and braces open in a body. `bytes.count` takes six times as long: 60 us of a body of
+    """How many brackets and braces open in a body. `bytes.count` takes six times as long: 60 us for a body of
     66 KB.
     """
-    # of all bytes, these two alone become a brace so
+    # With this bit set, only these two of all bytes become an opening brace.
     return int(numpy.count_nonzero((numpy.frombuffer(body, numpy.uint8) | 0x20) == ord("{")))
 
 
 def _writable(value: Json) -> bool:
-    # orjson reads 1,024 levels and writes 254; an answer that repeats a part adds some around it
+    # orjson reads 1,024 levels and writes 254. An answer that repeats a part adds some levels around it.
     for _ in range(254 - NESTED):
         value = [value]
     try:
@@ -115,7 +115,7 @@ def _writable(value: Json) -> bool:
 
 
 def _deepest(value: Json) -> str:
-    """The path to the value that is nested too deeply, down to the depth a user would look at."""
+    """The path to the value that is nested too deeply, as far down as a user would look."""
     path = "$"
     for _ in range(2):
         inside = (
@@ -205,7 +205,7 @@ def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None)
 
 
 def unserved(sentence: str) -> Check:
-    """A validator: the field is absent. For fields that could only be ignored silently."""
+    """A validator: the field is absent. It is for fields that could only be ignored silently."""
 
     def check(_: object, field: Any, value: object) -> None:
         if value is not None:
@@ -215,8 +215,8 @@ def unserved(sentence: str) -> Check:
 
 
 def text_only(_: object, __: object, kind: str) -> None:
-    """A validator: refuses a content part that is not text. No such part is ever constructed; code that still
-    meets one raises the same error.
+    """A validator that refuses a content part which is not text. So no such part is ever constructed; code
+    that still meets one raises the same error.
     """
     raise not_text(kind)
 
@@ -233,9 +233,10 @@ def unseen(kind: str) -> str:
 
 
 def as_unseen(text: str) -> str:
-    """A tool's result without what would be a token for each two characters: a data URL that is all of it or
-    all of a line, and what stands so in a result that is JSON, are described as such a part is. All other
-    text is unchanged, a file's code with a data URL too: an agent edits it.
+    """A tool's result with its media replaced by a placeholder, because base64 takes a token for every two
+    characters. A data URL is replaced if it is all of the result or all of a line, and so is such data in a
+    result that is JSON. All other text is unchanged, even a file's code that contains a data URL, because an
+    agent edits it.
     """
     if not any(hint in text for hint in _HINTS):
         return text
@@ -243,15 +244,15 @@ def as_unseen(text: str) -> str:
     if whole is not None:
         return whole
     shown = _URL_LINE.sub(lambda found: found[1] + unseen(found[2] or found[3] or "data"), text)
-    lines = shown.split("\n")  # of a log, each of which may be JSON
+    lines = shown.split("\n")  # Each line of a log may be JSON.
     if len(lines) == 1 or not any(hint in shown for hint in _HINTS):
         return shown
     return "\n".join(_json_as_unseen(line) or line for line in lines)
 
 
 def _json_as_unseen(text: str) -> str | None:
-    """A text of JSON with its bytes described, written as it was but for them; None where it is no object or
-    list of JSON.
+    """A JSON text with its media replaced, otherwise as it was written. None if it is no JSON
+    object or list.
     """
     if text.lstrip()[:1] not in ("{", "["):
         return None
@@ -274,8 +275,8 @@ def _spelled(text: str) -> str:
 
 
 def json_as_unseen(value: Json) -> Json:
-    """A tool's result as JSON, each string of it that `as_unseen` changes described. One that is nested too
-    deeply for that is unchanged: `compact` refuses it.
+    """A tool's result as JSON, with the media in each of its strings replaced as by `as_unseen`. A result
+    that is nested too deeply for that is unchanged, and `compact` refuses it.
     """
     try:
         return _described(value, {})
@@ -284,7 +285,7 @@ def json_as_unseen(value: Json) -> Json:
 
 
 def _described(value: Json, found: dict[str, str]) -> Json:
-    """The value with its bytes described, each of which is put into `found`."""
+    """The value with its media replaced. `found` collects each replaced text with its replacement."""
     match value:
         case str():
             new = as_unseen(value)
@@ -301,7 +302,7 @@ def _described(value: Json, found: dict[str, str]) -> Json:
 
 
 def _member(key: str, item: Json, kind: str, found: dict[str, str]) -> Json:
-    """A member of an object that names this media type, or none."""
+    """A member of an object whose media type is `kind`, or empty, with its media replaced."""
     if key in _BYTES and isinstance(item, str) and kind.startswith(_NO_TEXT) and _BASE64.fullmatch(item):
         found[item] = unseen(kind)
         return found[item]
@@ -314,14 +315,14 @@ def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def paragraphs(texts: Iterable[str]) -> str:
-    """Join a client's text parts by blank lines. Empty ones are dropped, so that None, "" and [] are the same
-    text.
+    """Join the text parts of a client, each on a new line. Empty parts are dropped, so that None, "" and []
+    are the same text.
     """
     return "\n".join(text for text in texts if text)
 
 
 def whole_answers(messages: Iterable[Message]) -> Iterator[Message]:
-    """The messages, those of the assistant that stand beside each other as one."""
+    """The messages, with neighbouring messages of the assistant joined into one."""
     for role, run in groupby(messages, key=lambda message: message.role):
         if role == "assistant":
             first, *others = run
@@ -331,8 +332,8 @@ def whole_answers(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def strict_json(text: str) -> Json:
-    """Parse JSON that a model wrote with Python's parser, whose integers are unbounded. Raises ValueError or
-    RecursionError when it is not JSON.
+    """Parse JSON that a model wrote. Python's parser is used, because its integers are unbounded. Raises
+    ValueError or RecursionError if it is not JSON.
     """
     value: Json = json.loads(text, parse_constant=_no_constant)
     return value
@@ -343,7 +344,7 @@ def _no_constant(word: str) -> None:
 
 
 def compact(value: Json) -> str:
-    """JSON without whitespace, keys in the client's order. Raises Refused when it is nested too deeply to be
+    """JSON without whitespace, keys in the client's order. Raises Refused if it is nested too deeply to be
     written (250 levels).
     """
     try:

@@ -1,9 +1,9 @@
-"""Text that the model must not read: what a harness puts into a request and removes from the next, and the
-marker by which the node has a harness go on. Dropped before matching and rendering, so that histories only
-grow.
+"""Remove text that the model must not read: text that a harness puts into one request and removes from the
+next, and the resume marker with which the node makes a harness continue. It is removed before matching and
+rendering, so that histories only grow.
 
-Only text that is marked as written by a harness about the moment of the request is dropped, never a word of a
-user or a result that the model waits for. The reader reports what it drops in the request's `ignored`.
+Only text is removed that a harness marks as its own and that concerns the moment of the request, never a word
+of a user or a result that the model waits for. The reader reports what it removes in the request's `ignored`.
 """
 
 import re
@@ -15,26 +15,27 @@ from attrs import evolve
 from polarnode.core.conversation import Message
 from polarnode.providers.shapes import paragraphs
 
-# Claude Code puts this line before its system prompt, with a new nonce in every request. Rendered, it would
-# change the prefix of every prompt.
+# Claude Code puts this line before its system prompt, with a new nonce in every request. If it were rendered,
+# it would change the prefix of every prompt.
 _BILLING: Final = "x-anthropic-billing-header:"
 
-# OpenClaw reports its running processes and helpers between these lines: after the conversation, in a
-# separate user message or at the end of the last one, and before what a user writes meanwhile.
+# OpenClaw reports its running processes and helpers between these lines. They stand after the conversation,
+# in a separate user message or at the end of the last one, and before what a user writes meanwhile.
 _MARK: Final = "OPENCLAW_INTERNAL_CONTEXT"
 _LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTILINE)
 
-# Contexts that the model must answer are kept: a helper's result, or an event in place of a prompt.
+# Contexts that the model must answer are kept: the result of a helper, or an event in place of a prompt.
 _RESULT: Final = "[Internal task completion event]"
 _EVENT: Final = "Continue the OpenClaw runtime event."
 
-# No harness continues a conversation without a message. The node gives it this one, and takes it out of every
-# request of that session. The number keeps it from being anybody's own words.
+# No harness continues a conversation without a message. The node gives it this one, and removes it from every
+# request of that session. The number ensures that nobody writes this text by chance.
 RESUME_MARKER: Final = "polarnode-resume-8e1f6b0c2d: the node takes this message out before the model reads."
 
-# Claude Code puts this into the model's mouth where a conversation ended with a tool's result.
+# Claude Code adds this as an answer of the model where a conversation ended with a tool's result.
 _PLACEHOLDER: Final = Message(role="assistant", text="No response requested.")
-# And after the message that it goes on with it tells what is otherwise than when the conversation began.
+# After the message with which it continues, Claude Code adds a system message on what has changed since the
+# conversation began.
 _UPDATE: Final = "# Environment update\n"
 
 
@@ -49,7 +50,7 @@ def without_volatile(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...]
     """The messages without OpenClaw's volatile context, and whether there was any.
 
     OpenClaw's system prompt explains the marks. Without that explanation a message may merely quote them, so
-    that only a last message with no other content is dropped.
+    only a last message with no other content is removed.
     """
     if not any(_MARK in message.text for message in messages if message.role == "user"):
         return messages, False
@@ -76,7 +77,7 @@ def _rest(messages: tuple[Message, ...]) -> Iterator[Message]:
 
 
 def _without_volatile_parts(message: Message) -> Message | None:
-    """The message without its contexts; None when nothing else remains."""
+    """The message without its contexts. None if nothing else remains."""
     if message.role != "user" or _MARK not in message.text or _RESULT in message.text:
         return message
     rest = _outside(message.text)
@@ -86,8 +87,8 @@ def _without_volatile_parts(message: Message) -> Message | None:
 
 
 def _outside(text: str) -> str:
-    """The lines before, between and after the contexts. Contexts may nest; one without an end is not a
-    context.
+    """The text before, between and after the contexts. Contexts may nest. A context without an end
+    is none.
     """
     pieces: list[str] = []
     done, start, depth = 0, 0, 0
@@ -111,22 +112,21 @@ def _outside(text: str) -> str:
 
 
 def without_marker(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The messages without each user's text that is the marker, and without what a harness put before and
-    after it.
+    """The messages without the resume marker, and without what a harness put before and after it.
 
-    Parts of one message stand on lines of their own, so the others stay as they are. A request in which no
-    other user speaks (a title for the marker) stays whole.
+    The parts of a message are on lines of their own, so the other parts remain as they are. A request in
+    which no other user text remains (one that asks for a title of the marker) is unchanged.
     """
     if not any(message.role == "user" and RESUME_MARKER in message.text for message in messages):
         return messages
     kept: list[Message] = []
-    marked = False  # the message before was the marker
+    marked = False  # whether the message before was the marker
     for message in messages:
         rest = _without_update(message) if marked else message
         if rest is not message:
             marked = False
         else:
-            # a resumed session that is resumed again at the same turn has two markers beside each other
+            # A resumed session that is resumed again at the same turn has two markers beside each other.
             rest = _unmarked(message)
             marked = rest is not message
         if marked and kept and kept[-1] == _PLACEHOLDER:
@@ -137,7 +137,7 @@ def without_marker(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _without_update(message: Message) -> Message | None:
-    """The message without what Claude Code tells of its environment; None where nothing else remains."""
+    """The message without Claude Code's update on its environment. None if nothing else remains."""
     if message.role != "system" or not message.text.startswith(_UPDATE):
         return message
     _, _, rest = message.text.partition("\n\n")
@@ -145,12 +145,12 @@ def _without_update(message: Message) -> Message | None:
 
 
 def _unmarked(message: Message) -> Message | None:
-    """The message itself where the marker is none of its parts; None where nothing else remains."""
+    """The message without the marker: the message itself if it has none, None if nothing else remains."""
     if message.role != "user" or RESUME_MARKER not in message.text:
         return message
     lines = message.text.split("\n")
     others = [line for line in lines if line != RESUME_MARKER]
     if len(others) == len(lines):
-        return message  # quoted within a line
-    # what is left between two markers of one message is no text of anybody's
+        return message  # The marker is only quoted within a line.
+    # Nobody wrote what remains between two markers of one message.
     return evolve(message, text="\n".join(others)) if any(map(str.strip, others)) else None

@@ -1,1 +1,1 @@
-"""The model's own language: a conversation into ids, ids back into text, thinking and calls."""
+"""The model's own language: conversations become ids, and ids become text, thinking and calls again."""

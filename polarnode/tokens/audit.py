@@ -1,14 +1,14 @@
-"""Load-time checks of a chat template: what it cannot show, and whether its turns can be extended.
+"""Checks of a chat template at load: what it cannot show, and whether its turns can be extended.
 
-`Limits` tries the template once. A request that needs what the template moves, refuses or leaves out is
-refused with a sentence, because the model would otherwise answer without having seen it. System messages
-alone are shown in another way where that loses no word, with a note on the turn, because harnesses put
+`Limits` tries the template once. A request that needs something that the template moves, refuses or leaves
+out is refused with a sentence, because the model would otherwise answer without having seen it. Only system
+messages are shown in another way, if no word is lost, with a note on the turn, because harnesses put
 reminders into the middle of a conversation.
 
-`audit` refuses a template that writes a message differently after another history: its prompts would equal no
-training render. A known fault of a family's own template is a note instead. Add a probe for each new way in
-which templates lose text, and a case to the grid for each new way in which they differ. The probes' texts are
-ones that no template writes by itself.
+`audit` refuses a template that writes a message differently after another history, because its prompts would
+not equal any training render. A known fault of a family's own template is a note instead. Add a probe for
+each new way in which templates lose text, and a case to the grid for each new way in which they differ. The
+texts of the probes are ones that no template writes by itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +55,8 @@ _OTHERWISE: Final[Mapping[Kind, str]] = {
 
 @frozen
 class Limits:
-    """What the template cannot show, each with the sentence of its refusal. `otherwise`: what is shown in
-    another way instead, and how.
+    """What the template cannot show, each with the sentence of its refusal. `otherwise` has what is shown in
+    another way instead, each with the note on how.
     """
 
     sentences: Mapping[Kind, str]
@@ -64,7 +64,7 @@ class Limits:
 
     @classmethod
     def of(cls, renderer: Renderer) -> "Limits":
-        """Probe a template, except for what its family's row already refuses."""
+        """Probe a template, except for what the family's row already refuses."""
         found: dict[Kind, str] = {}
         for kind, probe in _PROBES.items():
             why = renderer.family.refuses.get(kind)
@@ -82,7 +82,7 @@ class Limits:
         return cls(found, instead)
 
     def settled(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[Message, ...]:
-        """The messages, rewritten where the template needs another form to show them."""
+        """The messages, rewritten where the template can only show them in another form."""
         head = _head(messages, follows=follows)
         first, later = tuple(messages[:head]), tuple(messages[head:])
         if "two systems" in self.otherwise and head > 1:
@@ -101,7 +101,9 @@ class Limits:
     def check(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
     ) -> None:
-        """Raise Refused for what the template cannot show. `follows`: the messages come after others."""
+        """Raise Refused for what the template cannot show. `follows`: the messages come after other
+        messages.
+        """
         for kind in dict.fromkeys(_kinds(messages, tools, follows=follows)):
             if kind in self.sentences:
                 raise Refused(self.sentences[kind], path="$.tools" if kind == "tools" else "$.messages")
@@ -109,7 +111,7 @@ class Limits:
     def allow(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, follows: bool = False
     ) -> bool:
-        """Whether the template can show all of it."""
+        """Whether the template can show all of these messages and tools."""
         return self.sentences.keys().isdisjoint(_kinds(messages, tools, follows=follows))
 
 
@@ -129,7 +131,7 @@ def _kinds(messages: Sequence[Message], tools: Sequence[Tool], *, follows: bool)
 
 
 def _head(messages: Sequence[Message], *, follows: bool) -> int:
-    """How many system messages stand at the head of a conversation."""
+    """The number of system messages at the head of a conversation."""
     return (
         0
         if follows
@@ -142,7 +144,7 @@ def _head(messages: Sequence[Message], *, follows: bool) -> int:
 def _fault(kind: Kind, probe: Callable[[Renderer], bool], renderer: Renderer) -> str | None:
     try:
         return None if probe(renderer) else _WHAT[kind]
-    except (Refused, ModelError):  # the template refuses it, leaves the text out, or fails
+    except (Refused, ModelError):  # The template refuses it, leaves the text out, or fails.
         return _WHAT[kind]
 
 
@@ -202,13 +204,14 @@ _SHOWN_SO: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
 
 _ANSWER: Final = "ANSWER"
 _THOUGHT: Final = "THOUGHT"
-# messages at either end; a render of twice as many takes 1 ms, and the event loop waits for a dozen
+# The number of messages rendered at either end. A render of twice as many takes 1 ms, and the event loop
+# waits for a dozen renders.
 _EDGE: Final = 32
 _TOOL: Final = Tool(
     name="look", description="Look.", parameters={"type": "object", "properties": {"a": {"type": "string"}}}
 )
 _OTHER: Final = ToolCall(id="c2", name="look", arguments='{"a": "y"}')
-# the last call of its turn: what follows it comes after the turn
+# This is the last call of its turn, so the text after its arguments follows the turn.
 _CALL: Final = ToolCall(id="c1", name="look", arguments=f'{{"a": "{_ANSWER}"}}')
 _RESULTS: Final = tuple(
     Message(role="tool", text=text, call_id=call.id) for text, call in (("r1", _CALL), ("r2", _OTHER))
@@ -248,7 +251,7 @@ def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
 
 
 def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
-    """Whether the template leaves out the thinking of earlier turns when messages of these roles follow."""
+    """Whether the template leaves out the thinking of earlier turns if messages of these roles follow."""
     new = _few(new)
     answer = Message(role="assistant", text="a", thinking=_THOUGHT + "2")
     if new and new[0].role == "tool":
@@ -261,7 +264,7 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
         evolve(_EARLY, text="", thinking=_THOUGHT + "1", calls=(_OTHER,)),
         Message(role="tool", text="r0", call_id=_OTHER.id),
     )
-    for history in (cycle, ()):  # without calls, only the last turn can have a thought
+    for history in (cycle, ()):  # In a conversation without calls only the last turn can have a thought.
         try:
             text = renderer.whole(Conversation(messages=(*_FIRST, *history, answer, *stand_ins))).text
         except Refused:
@@ -271,7 +274,9 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
 
 
 def _few(new: Sequence[Message]) -> Sequence[Message]:
-    """Messages that stand for all of these: a template looks at the first and last ones, and for roles."""
+    """A few messages that stand for all of these, because templates look at the first and last ones and at
+    roles.
+    """
     if len(new) <= 2 * _EDGE:
         return new
     first, between, last = new[:_EDGE], new[_EDGE:-_EDGE], new[-_EDGE:]
@@ -279,7 +284,7 @@ def _few(new: Sequence[Message]) -> Sequence[Message]:
 
 
 def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool | None) -> Iterator[str]:
-    """Known reasons why an extension differs from a full render. Raises ModelError for an unknown
+    """The known reasons why an extension differs from a full render. Raises ModelError for an unknown
     difference.
     """
     calls, new = _CASES[name]
@@ -295,7 +300,7 @@ def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool |
 def _conversations(
     limits: Limits, calls: tuple[ToolCall, ...], new: tuple[Message, ...], thinking: bool | None
 ) -> Iterator[Conversation]:
-    """The same new messages after histories that differ in everything that a template could depend on."""
+    """The same new messages after histories that differ in everything on which a template could depend."""
     for history, thought, tools in product(_HISTORIES, ("", _THOUGHT), ((), (_TOOL,))):
         if limits.allow(history, tools):
             answer = Message(role="assistant", text="" if calls else _ANSWER, calls=calls, thinking=thought)
@@ -330,7 +335,7 @@ def _known_difference(
 
 def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
     """Raise ModelError for a template that escapes or changes the guard's stand-ins, because the model would
-    see another text than the client's.
+    then see another text than the client's.
     """
     odd = (f"{renderer.letters}q{place}" for place in range(9))
     system, user, result, summary, key, described = (next(odd) for _ in range(6))

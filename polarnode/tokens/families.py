@@ -1,12 +1,12 @@
 """Model families: the marks of a turn in the model's own ids, and how the family writes tool calls.
 
-`Family` is the value that readers of samples and renderers of prompts share. `ROWS` is the table of families;
+`Family` is shared by the parsers of samples and the renderers of prompts. `ROWS` is the table of families;
 `family_of` finds the one row whose control strings and template fit a tokenizer. A model is recognised by
 what its template writes for a probe (a question, a call and another question), never by its name, because
 fine-tunes keep the name and change the template.
 
-To add a family: a row, a fixture in `tests/kits/family_fixtures.py` and a golden file; `Template.audit` then
-says whether it can be served faithfully. A new field of `Family` needs a value that means "not in this
+To add a family, add a row, a fixture in `tests/kits/family_fixtures.py` and a golden file. `Template.audit`
+then says whether it can be served faithfully. A new field of `Family` needs a value that means "not in this
 family".
 """
 
@@ -21,37 +21,38 @@ from polarnode.core.ports import Tokenizer
 
 # ── family ────────────────────────────────────────────────────────────────────────────────────────
 
-# text: visible. thinking, call: between their marks. between: inside a section of calls, where only calls
-# count. header: Harmony's, from a message's start to its `message` mark; what it says decides what follows.
-# draft: from a call's opening tag inside a thought, which is a call only if the thought is never closed.
+# The modes. text is visible. thinking and call are between their marks. between is inside a section of calls,
+# where only calls count. header is Harmony's, from the start of a message to its `message` mark; its content
+# decides what follows. draft begins at a call's opening tag inside a thought; it is a call only if the
+# thought is never closed.
 Mode = Literal["text", "thinking", "call", "between", "header", "draft"]
 
 CallSyntax = Literal[
-    "none",  # no tool calls: no marks, and the template shows no tools
+    "none",  # no tool calls: the family has no marks, and its template shows no tools
     "json",  # {"name": ..., "arguments": {...}}
-    # the same without marks: an answer that is one such object; Llama's `parameters` for `arguments`
+    # the same without marks: the answer is one such object; Llama writes `parameters` for `arguments`
     "bare_json",
     "function_xml",  # <function=name><parameter=key>value</parameter></function>
     # <invoke name="..."><parameter name="...">value</parameter></invoke>, several between one pair of marks
     "invoke_xml",
     "arg_xml",  # name<arg_key>key</arg_key><arg_value>value</arg_value>
-    "fenced",  # function<sep>name, and the arguments in a fence of json
+    "fenced",  # function<sep>name, then the arguments in a code fence of json
     "separated",  # name<sep>arguments
     "numbered",  # functions.name:0<begin>arguments
-    "braces",  # call:name{key:value}, strings between marks of their own
-    "harmony",  # the name stands in the header, the arguments are the message
+    "braces",  # call:name{key:value}, with strings between marks of their own
+    "harmony",  # the header has the name, and the message is the arguments
 ]
 
 
-# Whether an opening tag inside a thought that is never closed begins a call: never, where it begins a line,
-# or anywhere (Kimi's). The parsers that are in use read them so.
+# Whether an opening tag inside a thought that is never closed begins a call: never, only at the beginning of
+# a line, or anywhere (Kimi). The parsers that are in use do the same.
 CallInThought = Literal["never", "line", "anywhere"]
 
 
 @frozen(kw_only=True)
 class HarmonyMarks:
-    """gpt-oss: a turn is messages, each `start` role `channel` name `message` content, ended by `end`,
-    `call` or `stop`.
+    """The marks of gpt-oss. A turn consists of messages, each `start` role `channel` name `message` content,
+    ended by `end`, `call` or `stop`.
     """
 
     start: int
@@ -65,11 +66,11 @@ class HarmonyMarks:
 class Manner:
     """How a family's template wants its messages.
 
-    `arguments`: the object itself (a text that is no object is refused), either, or JSON text.
-    `thinking`: the key of an assistant's thinking. `text_apart`: the template drops or moves the text
-    beside a call, so the text becomes a message of its own. `one_call`: it shows one call for each
-    message, so several are shown one after another, each with its result. `model_call_ids`: it shows a
-    call's id, which is the model's own `functions.name:0`.
+    `arguments`: the object itself (a text that is no object is shown as one argument), either, or JSON text.
+    `thinking`: the key of an assistant's thinking. `text_apart`: the template drops or moves the text beside
+    a call, so the text becomes a message of its own. `one_call`: the template shows one call for each
+    message, so several are shown one after another, each with its result. `model_call_ids`: the template
+    shows the id of a call, which is the model's own `functions.name:0`.
     """
 
     arguments: Literal["object", "either", "text"] = "object"
@@ -83,15 +84,15 @@ class Manner:
 class Family:
     """How a model marks the parts of a turn, in its own ids.
 
-    `stop_ids` are all ids that end a generation, the family's own turn end first. `turn_ends`: those after
-    which a turn is complete. `turn_end` closes a cut turn; None where the next header does. `boundaries`:
+    `stop_ids` are all ids that end a generation, the family's own turn end first. A turn is complete after
+    one of `turn_ends`. `turn_end` closes a cut turn; it is None if the next header does. `boundaries` are
     stop ids that are themselves the first id of what follows, and are not written twice. `turn_starts` open a
-    turn of any role, so nothing before the last one matters to the turn being written. Marks are None for a
-    family that has none; `section_*` stand around one turn's calls. `separator` divides a call's head from
-    its arguments. `manner` is how its template wants messages; `known_differences` names cases of the audit
-    where a turn's extension differs from a full render through a fault of the family's own template, with the
-    reason; `refuses` says what its template cannot be asked. `think_label` is the text after `think_open`
-    that is not part of the thought (Gemma 4 writes "thought" and a newline).
+    turn of any role, so nothing before the last one matters to the turn being written. A mark is None if the
+    family does not have it; `section_*` stand around the calls of one turn. `separator` divides a call's head
+    from its arguments. `manner` is how the template wants messages. `known_differences` names the cases of
+    the audit in which a turn's extension differs from a full render through a fault of the family's own
+    template, with the reason. `refuses` says what the template cannot be asked. `think_label` is the text
+    after `think_open` that is not part of the thought (Gemma 4 writes "thought" and a newline).
     """
 
     name: str
@@ -119,7 +120,7 @@ class Family:
         """The mode after a token. A mark counts only in the modes that allow it: inside a thought or a call
         the other marks are text.
 
-        Not used for Harmony, whose headers name the next part in words; `parser` reads those.
+        This is not used for Harmony, whose headers name the next part in words; `parser` reads those.
         """
         match mode:
             case "text" | "between":
@@ -150,12 +151,12 @@ _EITHER: Final = Manner(arguments="either")
 
 @frozen(kw_only=True)
 class FamilyRow:
-    """A family in control strings. `written`: one of these stands in the render of the probe;
-    `prompts`: how that render may end.
+    """A family in control strings. The render of the probe contains one of `written` and ends with one of
+    `prompts`.
 
-    `turn_end`, `turn_starts`, `call`, `section` and `separator` must be in the tokenizer; `stops` and
-    `think` are used where they are. `ends`: what ends a turn besides `turn_end`; `boundaries` are stops
-    that begin what follows.
+    `turn_end`, `turn_starts`, `call`, `section` and `separator` must be in the tokenizer; `stops` and `think`
+    are used if they are. `ends` are what ends a turn besides `turn_end`; `boundaries` are stops that begin
+    what follows.
     """
 
     name: str
@@ -168,7 +169,8 @@ class FamilyRow:
     boundaries: tuple[str, ...] = ()
     think: Pair | None = None
     think_label: str = ""
-    call: tuple[str, str | None] | None = None  # without a close, a call goes on to the turn's end
+    # Without a closing mark, a call extends to the end of the turn.
+    call: tuple[str, str | None] | None = None
     section: Pair | None = None
     separator: str | None = None
     harmony: Mapping[str, str] | None = None
@@ -206,8 +208,8 @@ _ONCE: Final = (
 
 ROWS: Final = (
     FamilyRow(
-        # Qwen2.5 too, Qwen3, Qwen3 2507 instruct and thinking, polarnode-tiny; Qwen3-Coder and Qwen3.5 write
-        # calls as XML
+        # Qwen2.5, Qwen3, Qwen3 2507 instruct and thinking, polarnode-tiny. Qwen3-Coder and Qwen3.5 write
+        # calls as XML.
         name="qwen3",
         written=(f'<tool_call>\n{{"name": "look", "arguments": {_OBJECT}}}\n</tool_call>{_IM}user\n',),
         prompts=(f"y{_IM}assistant\n", f"y{_IM}assistant\n<think>\n"),
@@ -219,7 +221,7 @@ ROWS: Final = (
         syntax="json",
     ),
     FamilyRow(
-        # Qwen3-Coder, Qwen3.5, Qwen3.6; Nemotron 3 nano, super and ultra, whose calls end with a newline
+        # Qwen3-Coder, Qwen3.5, Qwen3.6, and Nemotron 3 nano, super and ultra, whose calls end with a newline.
         name="qwen3_xml",
         written=(
             f"<tool_call>\n{_XML}\n</tool_call>{_IM}user\n",
@@ -255,14 +257,15 @@ ROWS: Final = (
         ends=("<|eom_id|>",),
         turn_starts=("<|start_header_id|>",),
         stops=("<|eom_id|>", "<|end_of_text|>"),
-        # also before code for Llama's built-in tools, which no harness offers: that is text
+        # This mark also precedes code for Llama's built-in tools. No harness offers those, so such code is
+        # text.
         call=("<|python_tag|>", None),
         syntax="bare_json",
         manner=Manner(arguments="either", text_apart=True, one_call=True),
         known_differences={"two tool": _ONE},
     ),
     FamilyRow(
-        name="llama3_plain",  # the first Llama 3, whose template knows no tools
+        name="llama3_plain",  # the first Llama 3, whose template has no tools
         written=(f"assistant<|end_header_id|>\n\n{_EOT}user",),
         prompts=_LLAMA,
         turn_end="<|eot_id|>",
@@ -270,8 +273,8 @@ ROWS: Final = (
         stops=("<|end_of_text|>",),
     ),
     FamilyRow(
-        # GLM 4.5 and 4.6; 4.7 and 5, which write a call in one line and open the thought. A turn is ended by
-        # the header of the next, which the model itself samples
+        # GLM 4.5 and 4.6, and 4.7 and 5, which write a call in one line and open the thought. The header of
+        # the next turn ends a turn, and the model itself samples it.
         name="glm4",
         written=(
             (
@@ -300,8 +303,8 @@ ROWS: Final = (
         manner=Manner(),
     ),
     FamilyRow(
-        # a turn is messages with headers of their own; `<|end|>` ends one that is no call in what the
-        # template writes
+        # A turn consists of messages with headers of their own. In what the template writes, `<|end|>` ends a
+        # message that is no call.
         name="gptoss",
         written=(
             (
@@ -371,8 +374,8 @@ ROWS: Final = (
         manner=Manner(arguments="text"),
     ),
     FamilyRow(
-        # and V3, R1 as first published: calls are shown beside no text at all, and a single one is never
-        # ended
+        # Also V3 and R1 as first published. Their template shows calls only beside no text at all, and never
+        # ends a single call.
         name="deepseek_r1_distill",
         written=(f"<｜Assistant｜>{_EOS}{_USER}",),
         prompts=_ASKED,
@@ -433,7 +436,7 @@ ROWS: Final = (
         stops=("<eos>",),
     ),
     FamilyRow(
-        # a call is answered within the model's own turn, and the response's mark ends the sample
+        # A call is answered within the model's own turn, and the mark of the response ends the sample.
         name="gemma4",
         written=('<|tool_call>call:look{a:<|"|>x<|"|>,b:1}<tool_call|>',),
         prompts=("y<turn|>\n<|turn>model\n", "y<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"),
@@ -458,7 +461,7 @@ _TEXT: Final = '{"b": 1, "a": "x"}'
 
 
 def family_of(tokenizer: Tokenizer) -> Family:
-    """The family that a tokenizer's template writes. ModelError if no row describes it."""
+    """The family that a tokenizer's template writes. Raises ModelError if no row describes it."""
     row = next((row for row in ROWS if fits(row, tokenizer)), None)
     if row is not None:
         return _family(row, tokenizer)
@@ -475,10 +478,10 @@ def fits(row: FamilyRow, tokenizer: Tokenizer) -> bool:
         return False
     try:
         text = tokenizer.render(_probe(row), tools=(), generation_prompt=True, thinking=None)
-    except (Refused, ModelError):  # another family's template may refuse the probe
+    except (Refused, ModelError):  # The template of another family may refuse the probe.
         return False
     known = any(written in text for written in row.written) and text.endswith(row.prompts)
-    # a model that is shown tools calls them, and no reader of ours would find its calls
+    # A model that is shown tools calls them, and none of the node's readers would find its calls.
     return known and not (row.syntax == "none" and _shows_tools(tokenizer))
 
 
@@ -492,7 +495,7 @@ def _shows_tools(tokenizer: Tokenizer) -> bool:
         return False
 
 
-# what stands in a call that one of our readers may read
+# These strings stand in a call that one of the node's readers may be able to read.
 _SIGNS: Final[Mapping[str, CallSyntax]] = {
     "<function=look>": "function_xml",
     '<invoke name="look">': "invoke_xml",
@@ -501,11 +504,11 @@ _SIGNS: Final[Mapping[str, CallSyntax]] = {
     '"arguments": ': "json",
     '"parameters": ': "bare_json",
 }
-_SHOWN: Final = 160  # characters of a template's own words in a sentence
+_SHOWN: Final = 160  # the characters of a template's own words that a sentence shows
 
 
 def _lacking(tokenizer: Tokenizer) -> str:
-    """What a row would need that no row has, from what the template writes for a call."""
+    """What a row would need that no row has, judged by what the template writes for a call."""
     texts, refusal = [], ""
     for arguments in ("either", "text"):
         try:
@@ -533,7 +536,7 @@ def _lacking(tokenizer: Tokenizer) -> str:
 
 
 def _rendered_call(tokenizer: Tokenizer, *, in_text: bool) -> str:
-    """What the template writes behind a question, for a call and another question `<Q>`."""
+    """What the template writes after a question, for a call and another question `<Q>`."""
     call: Json = {
         "id": "c0",
         "type": "function",

@@ -1,13 +1,13 @@
 """Visible text, thinking and calls of a sample, in order, and how much of them may be streamed already.
 
-`Writing` decides what text and marks are and holds back what is not decided yet; `Flow` decides what may be
+`Writing` decides what text and marks mean, and holds back what is not decided yet. `Flow` decides what may be
 shown. `parser` finds the marks among the ids. Newlines at the edges of a part are separators: leading ones
-are dropped, trailing ones wait for what follows and are shown if the same part goes on. Stop strings are
-looked for in visible text only.
+are dropped, and trailing ones are held until it is known whether the same part continues. Stop strings are
+looked for only in visible text.
 
-Invariants: what is held back comes out verbatim, or was a separator; nothing depends on how the text was cut
-into pieces. The parts of an answer are folded from the deltas themselves, so that a stream cannot differ from
-the whole. Logprobs are shown, held back and dropped with the text that their tokens wrote.
+Invariants: text that is held back is later shown verbatim, or it was a separator. Nothing depends on how the
+text was cut into pieces. The parts of an answer are made from the deltas themselves, so that a stream cannot
+differ from the whole answer. Logprobs are shown, held back and dropped with the text that their tokens wrote.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,13 +38,13 @@ from polarnode.tokens.tool_calls import SPACE, CallBody, ReadCall, Region
 # ── what may be shown ─────────────────────────────────────────────────────────────────────────────
 
 Kind = Literal["text", "thinking"]
-TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty where they are not requested
+TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty if they are not requested
 
 
 @define(eq=False)
 class _Writers:
-    """Which tokens wrote the held text: stretches from the left, each with its tokens. A token belongs to the
-    first letter of its text that is shown.
+    """The tokens that wrote the held text: stretches from the left, each with its tokens. A token belongs to
+    the first character of its text that is shown.
     """
 
     _stretches: list[tuple[int, TokenLogprobs]] = field(factory=list)
@@ -54,7 +54,7 @@ class _Writers:
             self._stretches.append((length, logprobs))
 
     def take(self, length: int) -> TokenLogprobs:
-        """Remove the first letters and return their tokens."""
+        """Remove the first `length` characters and return their tokens."""
         taken: list[TokenLogprob] = []
         while length > 0 and self._stretches:
             size, logprobs = self._stretches.pop(0)
@@ -70,19 +70,21 @@ class _Writers:
 
 @define(eq=False)
 class Flow:
-    """The text written so far. `stopped` is the stop string that was hit: nothing is taken after it."""
+    """The text written so far. `stopped` is the stop string that was hit; nothing is accepted after it."""
 
     _stop: tuple[str, ...] = ()
     stopped: str | None = field(default=None, init=False)
     _kind: Kind | None = field(default=None, init=False)
     _held: str = field(default="", init=False)
-    _newlines: bool = field(default=False, init=False)  # only newlines are held
+    _newlines: bool = field(default=False, init=False)  # whether only newlines are held
     _writers: _Writers = field(factory=_Writers, init=False)
     _ready: list[Delta] = field(default=Factory(list), init=False)
     _taken: list[Delta] = field(default=Factory(list), init=False)
 
     def write(self, kind: Kind, text: str, logprobs: TokenLogprobs = ()) -> None:
-        """Add text of one kind; it is shown once it cannot be a separator or the start of a stop string."""
+        """Add text of one kind. It is shown once it cannot be a separator or the beginning of a
+        stop string.
+        """
         if self.stopped is not None:
             return
         if kind != self._kind:
@@ -96,19 +98,20 @@ class Flow:
         if kind == "text":
             self._watch()
         if self._newlines and not text.strip("\n") and self.stopped is None:
-            return  # they wait with those before them; to look at all of them each time costs their square
+            # Newlines wait with those before them. Examining all of them each time would take quadratic time.
+            return
         self._show(self._sure())
         self._newlines = not self._held.strip("\n")
 
     def call(self, call: ToolCall) -> None:
-        """Add a whole call; text held before it is a separator and is dropped."""
+        """Add a whole call. It ends the part before it, whose trailing newlines were separators."""
         if self.stopped is None:
             self.release()
             self._ready.append(call)
 
     def release(self, *, exactly: bool = False) -> None:
-        """End the part being written: what a stop string held back is text; trailing newlines are not,
-        except in text that must stay as it was.
+        """End the part being written. Text that was held because of a stop string is shown. Trailing newlines
+        are dropped, except in text that must remain as it was sampled (`exactly`).
         """
         self._show(len(self._held if exactly else self._held.rstrip("\n")))
         self._kind, self._held = None, ""
@@ -122,7 +125,7 @@ class Flow:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts of all deltas taken, neighbours of one kind joined."""
+        """The parts of all deltas taken. Neighbours of one kind are joined."""
         return fold(self._taken)
 
     @property
@@ -133,8 +136,8 @@ class Flow:
         )
 
     def _watch(self) -> None:
-        """Cut at the stop string that is complete first (the longest of several), as a character-by-character
-        search would.
+        """Cut the held text at the stop string that is complete first (the longest of several), as a search
+        character by character would.
         """
         found = [
             (at + len(stop), -len(stop), stop) for stop in self._stop if (at := self._held.find(stop)) >= 0
@@ -144,7 +147,7 @@ class Flow:
             self._held = self._held[: end + length].rstrip("\n")
 
     def _sure(self) -> int:
-        """How much of the held text can be shown."""
+        """How many characters of the held text can be shown."""
         watched = self._kind == "text" and self.stopped is None
         end = len(self._held) - (
             max((_begun(self._held, stop) for stop in self._stop), default=0) if watched else 0
@@ -160,14 +163,14 @@ class Flow:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text could be the start of a stop string."""
+    """How many characters at the end of a text could be the beginning of a stop string."""
     return next(
         (size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0
     )
 
 
 def joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The deltas with adjacent ones of one kind joined, because each delta costs a stream event."""
+    """The deltas, with neighbours of one kind joined, because each delta costs a stream event."""
     out: list[Delta] = []
     for kind, run in groupby(deltas, key=type):
         same = list(run)
@@ -213,7 +216,7 @@ _LogprobList = list[TokenLogprob]
 
 @define(eq=False, kw_only=True)
 class Writing:
-    """What is being written. `mode` changes with marks, and where a header turns out to be text;
+    """The writer of a sample's output. `mode` changes with marks, and when a header turns out to be text.
     `model_call_ids` are the model's own ids of calls.
     """
 
@@ -221,45 +224,49 @@ class Writing:
     mode: Mode
     flow: Flow
     calls: int = field(default=0, init=False)
-    faults: list[str] = field(factory=list, init=False)  # why calls could not be read, one for each
-    cut: bool = field(default=False, init=False)  # whether the answer ended inside a call, which is not shown
+    # the reasons why calls could not be read, one for each call
+    faults: list[str] = field(factory=list, init=False)
+    # whether the answer ended inside a call, which is then not shown
+    cut: bool = field(default=False, init=False)
     model_call_ids: list[str] = field(factory=list, init=False)
     _tokenizer: Tokenizer
     _tools: tuple[Tool, ...]
     _call_id: Callable[[int], str]
-    # what is held back: a call, a header, blanks between calls, a thought's label
+    # what is held back: a call, a header, blanks between calls, the label of a thought
     _region: Region = field(factory=Region, init=False)
-    _body_at: int = field(default=0, init=False)  # where in it the call's body begins
+    _body_at: int = field(default=0, init=False)  # the place in the region where the body of the call begins
     _label: str = field(
         default="", init=False
-    )  # what may stand at the head of a thought without being part of it
-    # whether the next text or thought is of another message than the one before
+    )  # the label that may stand at the beginning of a thought without being part of it
+    # whether the next text or thought belongs to another message than the one before
     _new_message: bool = field(default=False, init=False)
-    # where the call being written may end
+    # the places where the call being written may end
     _ends: CallEnds = field(init=False, default=Factory(lambda self: self._call_ends(0), takes_self=True))
     _final: bool = field(
         default=False, init=False
     )  # whether the call is a message on Harmony's final channel
-    at_line_start: bool = field(default=True, init=False)  # of a thought: a call may begin here
+    # whether a thought is at the start of a line, where a call may begin
+    at_line_start: bool = field(default=True, init=False)
     _begun: Begun | None = field(init=False, default=Factory(lambda self: self._beginning(), takes_self=True))
 
     def _call_ends(self, readings: int) -> CallEnds:
         return CallEnds(syntax=self.family.call_syntax, control=self._tokenizer.control, readings=readings)
 
     def _beginning(self) -> Begun | None:
-        """The parser of an answer that may still be a call without marks."""
+        """The scanner of an answer that may still be a call without marks. None in other families."""
         return Begun() if self.family.call_syntax == "bare_json" and self.mode == "text" else None
 
     def go_on(self, before: "Writing") -> None:
-        """Continue where the prompt's own message ended, usually in the middle of a header."""
+        """Continue where the message at the end of the prompt stopped, usually in the middle of a header."""
         self.mode, self._region = before.mode, before._region
         self._region.hide()
-        if self.mode == "call":  # its beginning is not part of this sample, and the rest alone is no call
+        # The beginning of this call is not part of the sample, and the rest alone is no call.
+        if self.mode == "call":
             self._region.clear()
             self.mode = "text"
 
     def text(self, text: str, logprobs: _LogprobList) -> None:
-        """More text, and the tokens that wrote it."""
+        """Write more text, with the tokens that wrote it."""
         match self.mode:
             case "call":
                 self._region.add(text, logprobs)
@@ -279,11 +286,13 @@ class Writing:
             case "text" | "thinking" as kind:
                 self.at_line_start = text.endswith("\n") if text else self.at_line_start
                 self._emit(kind, text, logprobs)
-            case "draft":  # its ids are read again once it is known what they are
+            case "draft":  # The ids of a draft are read again once it is known what they are.
                 pass
 
     def mark(self, token: int, logprobs: _LogprobList) -> None:
-        """A token that is no text here: it changes the mode, or is kept apart inside a call or a header."""
+        """Handle a token that is not text here. It changes the mode, or it is recorded as a mark inside a
+        call or a header.
+        """
         text = self._tokenizer.token_bytes(token).decode(errors="replace")
         if self.family.harmony is not None:
             self._mark_of_harmony(token, text, logprobs, self.family.harmony)
@@ -296,8 +305,8 @@ class Writing:
             self._change(self.family.after(self.mode, token), text, logprobs)
 
     def close(self, *, clean: bool) -> bool:
-        """End what is being written. Returns whether it ended with text that must stay as it was
-        sampled. `clean`: the model ended it itself.
+        """End what is being written. Returns whether it ended with text that must remain as it was sampled.
+        `clean`: the model ended the answer itself.
         """
         match self.mode:
             case "call":
@@ -320,12 +329,12 @@ class Writing:
 
     @property
     def _ends_with_turn(self) -> bool:
-        """Whether the end of a turn ends a call too."""
+        """Whether the end of a turn also ends a call."""
         return self.family.harmony is not None or self.family.call_close is None
 
     def _end_open_call(self, *, clean: bool) -> bool:
-        """End a call that has no end: malformed where the model ended its turn, not shown where the turn was
-        cut. Returns whether it is shown.
+        """End a call that has no end. If the model ended its turn the call is malformed and is shown as text;
+        if the turn was cut it is not shown. Returns whether it is shown.
         """
         if clean or self._final:
             self._give_back(UNENDED)
@@ -334,19 +343,19 @@ class Writing:
         return False
 
     def _cut_off(self) -> None:
-        """Drop what was written of a call: half a call is no text to its reader."""
+        """Drop what was written of a call, because half a call is no text for its reader."""
         self.cut = True
         self._region.clear()
 
     # ── marks that may be data ──
 
     def close_kind(self) -> CloseKind:
-        """What a closing mark means now, inside a call."""
+        """What a closing mark means at this place inside a call."""
         return self._ends.kind(self._region, lambda: self._read_calls(self._body_at))
 
     def keep_close(self, token: int, logprobs: _LogprobList, *, kept: int, whole: bool) -> None:
-        """Go on with the call after a closing mark that may be data. `kept`: how many ids are kept to be read
-        again, with this one.
+        """Continue the call after a closing mark that may be data. `kept` is the number of ids that are kept
+        to be read again, this one included.
         """
         text = self._tokenizer.token_bytes(token).decode(errors="replace")
         self._ends.keep(Close(self._region.spot, kept, text, tuple(logprobs)), whole=whole)
@@ -364,12 +373,12 @@ class Writing:
 
     @property
     def whole_calls(self) -> int:
-        """How many calls are whole that may still turn out to go on."""
+        """The number of calls that are whole but may still turn out to continue."""
         return 0 if self.mode != "call" or self._ends.whole is None else len(self._ends.read)
 
     def settle(self) -> int:
-        """End the call where it can be read last, or show it up to its first closing mark. Returns how many
-        of the kept ids belong to it.
+        """End the call at the last mark up to which it can be read, or show it up to its first closing mark.
+        Returns how many of the kept ids belong to it.
         """
         close = self._ends.whole or self._ends.first
         if close is None:
@@ -400,7 +409,7 @@ class Writing:
 
     def _mark_of_harmony(self, token: int, text: str, logprobs: _LogprobList, marks: HarmonyMarks) -> None:
         match self.mode:
-            case "header" if token in (marks.start, marks.end):  # the message ends before it began
+            case "header" if token in (marks.start, marks.end):  # The message ends before it began.
                 if token == marks.end:
                     self._region.add(text, logprobs, mark=True)
                 self._show_header()
@@ -426,7 +435,7 @@ class Writing:
             self._region.add(mark, logprobs, mark=True)
 
     def _enter(self) -> None:
-        """A header is complete: enter the message it describes, or show it."""
+        """Enter the message that a complete header describes. A header that cannot be read is shown."""
         header = harmony.read_header(self._body(0))
         if header is None:
             self._show_header()
@@ -435,7 +444,7 @@ class Writing:
         self._ends = self._call_ends(self._ends.readings)
         if header.mode != "call":
             self._region.clear()
-        elif header.final:  # if its message is no call, that is what the model says to the user
+        elif header.final:  # If its message turns out to be no call, it is what the model says to the user.
             self._region.hide()
             self._region.logprobs.clear()
 
@@ -456,7 +465,9 @@ class Writing:
         return self._read(self._body(start))
 
     def _end_call(self, close: str, logprobs: _LogprobList) -> bool:
-        """Read the call that is held back; a call that cannot be read becomes visible text, as sampled."""
+        """Read the call that is held back. A call that cannot be read becomes visible text, as it was
+        sampled. Returns whether it could be read.
+        """
         read = self._read_calls(self._body_at)
         if read is None:
             why = fault_of(self._body(self._body_at), self.family.call_syntax)
@@ -479,7 +490,7 @@ class Writing:
         self._show_region()
 
     def _show_header(self) -> None:
-        """Show a header that cannot be read, or has no message, as text; one with a recipient counts as
+        """Show a header that cannot be read, or has no message, as text. A header with a recipient counts as
         a malformed call.
         """
         if harmony.speaks_to(self._region.text):
@@ -493,7 +504,9 @@ class Writing:
         self._emit("text", text, logprobs)
 
     def _let_go(self) -> None:
-        """Release held text by the kind it appears to be; blanks between calls were separators."""
+        """Release what is held back, as the kind it appears to be. Blanks between calls were separators and
+        are dropped.
+        """
         if self.mode == "thinking" and self._label:
             label, self._label = self._label, ""
             if self._region.text != label.rstrip(SPACE):
@@ -508,7 +521,7 @@ class Writing:
     # ── text ──
 
     def _write_between(self, text: str, logprobs: _LogprobList) -> None:
-        """Text between calls is shown; blanks at its edges are not."""
+        """Write text between calls. It is shown, without the blanks at its edges."""
         size = len(text.rstrip(SPACE))
         self._region.add(text[:size], logprobs)
         if size:
@@ -525,7 +538,7 @@ class Writing:
         self._emit("thinking", held.removeprefix(label), [])
 
     def _emit(self, kind: Kind, text: str, logprobs: _LogprobList) -> None:
-        """Write text to the flow; a blank line separates two messages of one kind."""
+        """Write text to the flow. A blank line separates two messages of one kind."""
         if text and self._new_message:
             text, self._new_message = f"\n\n{text}", False
         if text:

@@ -1,14 +1,14 @@
-"""Sampled ids into text, thinking and tool calls, as they arrive.
+"""Parse sampled ids into text, thinking and tool calls, as they arrive.
 
-Marks are recognised by token id: a control string that the model spelled in ordinary tokens is text. A call
-that cannot be read is returned as the text it was sampled as, and counted; half a call at the end of a cut
-answer is not shown. `watched` says which ids mean something in each parser state; `Family.after` or, for
-Harmony, the parser says what. Inside a call every control token is kept apart, because a tag is a tag only
-where it was sampled as one.
+Marks are recognised by token id; a control string that the model spelled in ordinary tokens is text. A call
+that cannot be read is returned as the text it was sampled as, and counted. Half a call at the end of a cut
+answer is not shown. `watched` says which ids mean something in each mode, and `Family.after` (for Harmony the
+parser) what they mean. Inside a call every control token is kept apart, because a tag is a tag only where it
+was sampled as one.
 
 Two things are known only later: whether a closing mark ended its call (`syntax.call_ends`), and whether a
-call's opening tag in a thought began a call, which it did if the thought is never closed. The ids since then
-are kept, nothing of them is shown, and they are read again when it is known.
+call's opening tag in a thought began a call, which it did if the thought is never closed. Until then the ids
+are kept and nothing of them is shown. They are read again once it is known.
 
 Invariant: streamed and whole answers are the same, and nothing is encoded again.
 """
@@ -30,19 +30,20 @@ from polarnode.tokens.output_parser import Flow, TokenLogprobs, Writing
 # ── parser states ─────────────────────────────────────────────────────────────────────────────────
 
 _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between", "draft")
-# how many ids of an answer are read again because a mark was taken for data, or for a call, and was none:
-# each time costs all that follows the mark, so that 32,000 such marks would hold the event loop for seconds.
-# Usual answers may have dozens of them; the last reading may exceed this by the answer itself
+# The number of ids of an answer that are read again because a mark was taken for data or for a call but was
+# neither. Each such mark costs all that follows it, so 32,000 of them would block the event loop for seconds.
+# Usual answers may have dozens. The last reading may exceed this by the answer itself.
 READ_AGAIN: Final = 16_384
-# How many marks of an answer are read, those that are read again included; what follows is text, but for the
-# end of a thought and of the turn. A mark takes 20 us of the event loop, and an answer of 32,000 is noise: a
-# hundred calls of four arguments have 1,800, in the family that marks each of them (GLM).
+# The number of marks of an answer that are read, including those that are read again. What follows is text,
+# except for the end of a thought and of the turn. A mark takes 20 us of the event loop, and an answer with
+# 32,000 marks is noise. A hundred calls of four arguments have 1,800 marks in the family that marks each
+# argument (GLM).
 MARKS_READ: Final = 4_096
 _THOUGHT: Final[tuple[Mode, ...]] = ("thinking", "draft")
 
 
 def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[int]]:
-    """For every mode, the ids that are not text in it. `control` holds all control tokens of the model."""
+    """For every mode, the ids that are not text in it. `control` are all control tokens of the model."""
     stops, every = frozenset(family.stop_ids), frozenset(control)
     if family.harmony is not None:
         return _harmony(family.harmony, stops, every)
@@ -58,7 +59,8 @@ def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[i
         mode: stops.union(mark for mark in marks if mark is not None and family.after(mode, mark) != mode)
         for mode in _PLAIN
     }
-    # a closing mark without a call is counted, and a call's opening tag may end a thought
+    # A closing mark without a call is counted as a malformed call, and a call's opening tag may end a
+    # thought.
     ends, starts = (
         frozenset(mark for mark in one if mark is not None)
         for one in ((family.call_close,), (draft_start(family),))
@@ -74,12 +76,12 @@ def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[i
 
 
 def call_end(family: Family) -> int | None:
-    """The id that ends a call, where it is no stop id."""
+    """The id that ends a call; None where only a stop id does."""
     return family.call_close if family.harmony is None else family.harmony.end
 
 
 def draft_start(family: Family) -> int | None:
-    """The id that begins a call in a thought that is never closed; None where none does."""
+    """The id that begins a call in a thought that is never closed. None if no id does."""
     if family.call_in_thought == "never":
         return None
     return family.call_open if family.section_open is None else family.section_open
@@ -105,7 +107,7 @@ def _harmony(
 
 @frozen(kw_only=True)
 class ParsedAnswer:
-    """The end of an answer: the whole answer, and the deltas that `feed` had not returned yet."""
+    """The end of an answer: the whole answer, and the deltas that `feed` has not returned yet."""
 
     answer: Answer
     deltas: tuple[Delta, ...]
@@ -113,7 +115,7 @@ class ParsedAnswer:
 
 @define(eq=False)
 class _Kept:
-    """Ids that may be read again, with their logprobs where the deltas report them."""
+    """Ids that may be read again, with their logprobs if the deltas report them."""
 
     ids: "array[int]" = field(factory=ids_of)
     told: list[TokenLogprob] = field(factory=list)
@@ -126,12 +128,12 @@ class _Kept:
 @define(eq=False, kw_only=True)
 class _Draft:
     """The ids from a call's opening tag in a thought on. `trial` reads them as if the thought had ended
-    there; `closed` is the place of the first closing mark of the thought that is inside a call of theirs,
+    there. `closed` is the place of the first closing mark of the thought that is inside one of these calls,
     where it may be data.
     """
 
     trial: "Parser"
-    thinking_tokens: int  # before the tag
+    thinking_tokens: int  # the count before the tag
     kept: _Kept = field(factory=_Kept)
     closed: int | None = None
     _tried: int = field(default=0, init=False)
@@ -140,7 +142,9 @@ class _Draft:
         self.kept.add(ids, told)
 
     def try_calls(self) -> "Parser":
-        """Read what was added, where something depends on it: long stretches are read faster."""
+        """Read what was added. This is done only when something depends on it, because long stretches are
+        read faster.
+        """
         tried, self._tried = self._tried, len(self.kept.ids)
         self.trial.feed(self.kept.ids[tried:])
         return self.trial
@@ -148,14 +152,14 @@ class _Draft:
 
 @define(eq=False, init=False)
 class Parser:
-    """One sample, read as it is generated. `call_id(n)` names the answer's n-th call, from 0; `tools` give
-    the types of parameter values.
+    """One sample, read as it is generated. `call_id(n)` names the n-th call of the answer, from 0; `tools`
+    give the types of parameter values.
 
-    A thought extends to its closing mark; where the model never closes it, it ends before the first call that
-    begins in it as the family says. A call extends to the closing mark that ends it (`syntax.call_ends`) or
-    the end of the sample. Control tokens without a meaning in the current mode are shown as text.
-    `thinking_tokens` counts ids sampled inside thoughts, marks included. `prompt`: the ids before the sample,
-    needed for Harmony alone, whose header may begin there.
+    A thought extends to its closing mark. If the model never closes it, it ends before the first call that
+    begins in it, as the family says. A call extends to the closing mark that ends it (`syntax.call_ends`) or
+    to the end of the sample. Control tokens without a meaning in the current mode are shown as text.
+    `thinking_tokens` counts the ids sampled inside thoughts, marks included. `prompt` are the ids before the
+    sample. Only Harmony needs them, because its header may begin there.
     """
 
     thinking_tokens: int
@@ -164,13 +168,14 @@ class Parser:
     _tools: tuple[Tool, ...]
     _watched: Mapping[Mode, frozenset[int]]
     _ended: bool
-    _pending: list[TokenLogprob]  # tokens read whose text is still to come: a character may take several
+    # the tokens read whose text is incomplete, because a character may take several tokens
+    _pending: list[TokenLogprob]
     _decoder: codecs.IncrementalDecoder
     _flow: Flow
     _writing: Writing
     _kept: _Kept | None  # the ids after the first closing mark that may be data
     _draft: _Draft | None
-    _drafts: bool  # whether a thought may turn out to hold a call: not while that is tried
+    _drafts: bool  # whether a thought may turn out to hold a call; not while that is tried
     _read_again: int
     _marks: int
 
@@ -208,19 +213,19 @@ class Parser:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was hit in visible text. The caller then aborts the engine; what follows
-        is not read.
+        """The stop string that was hit in visible text. The caller then aborts the engine; what follows is
+        not read.
         """
         return self._flow.stopped
 
     @property
     def calls(self) -> int:
-        """How many whole calls were read."""
+        """The number of whole calls that were read."""
         return self._writing.calls + self._writing.whole_calls
 
     @property
     def malformed_calls(self) -> int:
-        """How many calls could not be read and are text."""
+        """The number of calls that could not be read and are text."""
         return len(self._writing.faults)
 
     @property
@@ -231,7 +236,7 @@ class Parser:
 
     @property
     def model_call_ids(self) -> tuple[str, ...]:
-        """The model's own ids of its calls, in order, in families that have them."""
+        """The model's own ids of its calls, in order, in families that have such ids."""
         return tuple(self._writing.model_call_ids)
 
     @property
@@ -241,26 +246,26 @@ class Parser:
 
     @property
     def thought_end(self) -> int | None:
-        """The id that ends the current thought, before the first token too where the prompt opened one;
-        None outside thoughts.
+        """The id that ends the current thought; None outside thoughts. If the prompt opened a thought, it is
+        set before the first token.
         """
         if self.mode != "thinking":
             return None
         return self._family.think_close if self._family.harmony is None else self._family.harmony.end
 
     def feed(self, ids: "array[int]", logprobs: TokenLogprobs = ()) -> list[Delta]:
-        """Read more sampled ids, int32. Returns what can be shown now: text that is whole UTF-8,
-        thinking, whole calls.
+        """Read more sampled ids, int32. Returns what can be shown now: text that is whole UTF-8, thinking,
+        whole calls.
 
-        `logprobs`: the same tokens with their logprobs, where the deltas report them; tokens are then
-        read one by one.
+        `logprobs` are the same tokens with their logprobs, if the deltas report them. Tokens are then read
+        one by one.
         """
         self._read_told(ids, logprobs)
         return self._flow.take()
 
     def finish(self, reason: FinishReason) -> ParsedAnswer:
-        """End the sample. A clean end with calls is "tool_calls", a stop string hit is "stop_string";
-        any other reason stays.
+        """End the sample. A proper end with calls becomes "tool_calls", and a stop string that was hit
+        "stop_string". Any other reason remains.
         """
         self._flush()
         clean = self._ended or reason == "stop"
@@ -282,7 +287,7 @@ class Parser:
     # ── ids ──
 
     def _read_told(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
-        """Read ids, one by one where their logprobs are reported."""
+        """Read ids, one by one if their logprobs are reported."""
         if not told:
             self._read(ids)
         for place, token in enumerate(told):
@@ -294,7 +299,8 @@ class Parser:
         run, place, meant = bytearray(), 0, self._meant
         while True:
             mark = _first(sampled, meant, place)
-            # at once: a Python statement for each token would take most of a call's reading
+            # The bytes are joined at once, because a Python statement for each token would take most of the
+            # time of reading a call.
             run += b"".join(map(self._tokenizer.token_bytes, sampled[place:mark]))
             self.thinking_tokens += mark - place if self.mode in _THOUGHT else 0
             self._keep(sampled[place:mark], told[place:mark])
@@ -313,17 +319,17 @@ class Parser:
 
     @property
     def _meant(self) -> frozenset[int]:
-        """The ids that mean something in this mode."""
+        """The ids that mean something in the current mode."""
         if self._marks < MARKS_READ:
             return self._watched[self.mode]
         ends = {self._family.think_close} if self.mode in _THOUGHT else set()
         return self._watched[self.mode] & ends.union(self._family.stop_ids)
 
     def _is_mark(self, token: int, run: bytearray, told: Sequence[TokenLogprob]) -> bool:
-        """Handle a mark, once the text before it is written. Returns False if that text makes the mark text
-        as well.
+        """Handle a mark, once the text before it is written. Returns False if, after that text, the mark
+        turns out to be text as well.
 
-        A character that a mark breaks in two is U+FFFD.
+        A character that a mark breaks in two becomes U+FFFD.
         """
         self._marks += 1
         logprobs = [self._pending.pop()] if self._pending else []
@@ -368,7 +374,7 @@ class Parser:
 
     @property
     def _openers(self) -> tuple[int | None, ...]:
-        """The ids that begin something else than a value of a call."""
+        """The ids that begin something other than the value of a call."""
         return (self._family.call_open, self._family.section_open, self._family.think_open)
 
     def _keep(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
@@ -383,12 +389,12 @@ class Parser:
             self._writing.text(text, logprobs)
 
     def _flush(self) -> None:
-        """End a character that is still incomplete."""
+        """Write a character that is still incomplete."""
         self._write(self._decoder.decode(b"", final=True))
 
     @property
     def _over(self) -> bool:
-        """Whether the rest is not read: the turn ended, or a stop string was hit."""
+        """Whether the rest is not read, because the turn ended or a stop string was hit."""
         return self._ended or self._flow.stopped is not None
 
     def _reason(self, reason: FinishReason) -> FinishReason:
@@ -399,7 +405,7 @@ class Parser:
     # ── ids that are read again ──
 
     def _close_call(self, token: int, logprobs: list[TokenLogprob], told: Sequence[TokenLogprob]) -> None:
-        """A closing mark inside a call: its end, unless it is or may be data."""
+        """A closing mark inside a call. It is the call's end, unless it is or may be data."""
         kind = "decides" if self._read_again >= READ_AGAIN else self._writing.close_kind()
         if kind == "decides" and (self._kept is None or self._writing.reads):
             self._kept = None
@@ -421,11 +427,11 @@ class Parser:
         start = self._writing.settle()
         self._read_again += (
             0 if whole else len(kept.ids) - start
-        )  # behind a whole call nothing is read thrice
+        )  # After a whole call nothing is read a third time.
         self._again(kept, start)
 
     def _again(self, kept: _Kept, start: int = 0) -> None:
-        """Read kept ids again. The end of the turn is after them."""
+        """Read kept ids again. If the turn has ended, its end comes after them."""
         ended, self._ended = self._ended, False
         self._read_told(kept.ids[start:], kept.told[start:])
         self._ended = self._ended or ended
@@ -442,8 +448,8 @@ class Parser:
         return trial
 
     def _close_draft(self, token: int, told: Sequence[TokenLogprob]) -> None:
-        """The closing mark of a thought in which a call was begun: what was begun is part of the thought,
-        unless the mark is inside of an unfinished call.
+        """The closing mark of a thought in which a call was begun. What was begun is part of the thought,
+        unless the mark is inside an unfinished call.
         """
         draft = self._draft
         if draft is None or draft.try_calls().inside_call:
@@ -460,7 +466,7 @@ class Parser:
             draft.add(ids_of([token]), told)
 
     def _think(self, ids: "array[int]") -> None:
-        """Ids of a draft that are part of the thought."""
+        """Write ids of a draft that are part of the thought."""
         self._writing.mode = "thinking"
         text = b"".join(map(self._tokenizer.token_bytes, ids)).decode(errors="replace")
         self._writing.text(text, [])
@@ -481,13 +487,15 @@ class Parser:
             self._kept = None
 
     def _ends_unread(self, kept: _Kept, *, clean: bool) -> bool:
-        """Whether a call with closing marks that are data ends with the sample: read by its end, or cut."""
+        """Whether a call whose closing marks are data ends with the sample: it can be read at its end, or it
+        was cut.
+        """
         if clean:
             return self._family.harmony is not None and self._writing.reads
         return self._family.call_open not in kept.ids
 
     def _end_draft(self, draft: _Draft, *, clean: bool) -> None:
-        """The sample ended with the thought open, or with its closing mark inside a call."""
+        """The sample ended while the thought was open, or with its closing mark inside a call."""
         self._draft = None
         self._read_again += len(draft.kept.ids)
         read = draft.try_calls().finish("stop" if clean else "length").answer
@@ -513,9 +521,10 @@ class Parser:
 def model_call_ids(
     sampled: "array[int]", tokenizer: Tokenizer, family: Family, *, opens_thinking: bool = False
 ) -> tuple[str, ...]:
-    """The model's own ids of a sampled turn's calls, in order; empty in families whose calls have none.
+    """The model's own ids of a sampled turn's calls, in order. Empty in families whose calls have no such
+    ids.
 
-    Of the ids of several turns only the last turn is read.
+    If the ids are those of several turns, only the last turn is read.
     """
     if family.call_syntax != "numbered":
         return ()
@@ -527,10 +536,10 @@ def model_call_ids(
 
 
 def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, started: Mode = "text") -> Mode:
-    """The mode at the end of some ids. `started` is the mode at their beginning, unless a turn starts
-    in them; Harmony reads its headers.
+    """The mode at the end of some ids. `started` is the mode at their beginning, unless a turn starts in
+    them. Harmony reads its headers.
 
-    After a Harmony message's end this is "between", after `<|start|>assistant` it is "header".
+    After the end of a Harmony message this is "between", after `<|start|>assistant` it is "header".
     """
     if family.harmony is not None:
         parser = Parser(tokenizer=tokenizer, family=family, call_id=str, opens_thinking=started == "thinking")
@@ -544,8 +553,8 @@ def mode_at_end(written: "array[int]", tokenizer: Tokenizer, family: Family, sta
 
 
 def _first(sampled: "array[int]", tokens: frozenset[int], start: int) -> int:
-    """The position of the first of these tokens from `start` on; the length where there is none. Most pieces
-    have none at all, which is seen at C's speed.
+    """The position of the first of these tokens from `start` on; the length if there is none. Most pieces
+    have none at all, which is found at the speed of C.
     """
     if not start and tokens.isdisjoint(sampled):
         return len(sampled)
@@ -553,8 +562,8 @@ def _first(sampled: "array[int]", tokens: frozenset[int], start: int) -> int:
 
 
 def _last(written: "array[int]", tokens: frozenset[int]) -> int | None:
-    """The position of the last of these tokens. The search starts at the end, because a prompt's last turn is
-    short.
+    """The position of the last of these tokens; None if there is none. The search starts at the end, because
+    the last turn of a prompt is short.
     """
     return next(
         (len(written) - back for back, token in enumerate(reversed(written), start=1) if token in tokens),

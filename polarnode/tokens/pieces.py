@@ -1,7 +1,9 @@
-"""The text of tokens, for people who look at rows: what each id says, and what ids say together.
+"""The text of tokens, for people who look at rows: the text of each id, and the text of ids that only
+together are text.
 
-Pure. Bytes are decoded as UTF-8. An id whose bytes are whole letters has its own text. Ids that split a
-letter have none: those that stand together form a cluster, which has. Nothing here is fed to a model.
+Pure. Bytes are decoded as UTF-8. An id whose bytes are whole characters has its own text. An id that splits a
+character has none; neighbouring ids that together are text form a cluster, which has text. Nothing here is
+fed to a model.
 """
 
 import codecs
@@ -36,13 +38,13 @@ class TokenPieces:
 
 
 def text_of(ids: Iterable[int], token_bytes: Callable[[int], bytes]) -> str:
-    """What ids say together; bytes that are no UTF-8 are U+FFFD."""
+    """The text of these ids. Bytes that are not UTF-8 become U+FFFD."""
     return b"".join(map(token_bytes, ids)).decode("utf-8", "replace")
 
 
 def pieces_of(rows: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]) -> TokenPieces:
-    """The pieces of some rows of token ids. `token_bytes` raises ModelError for an id outside of its
-    vocabulary: a row of another model than is served now, whose text is not known.
+    """The pieces of some rows of token ids. `token_bytes` raises ModelError for an id outside its vocabulary:
+    such a row is from another model than is served now, and its text is not known.
     """
     bytes_of = {token: _bytes_or_mark(token, token_bytes) for token in set().union(*rows)}
     tokens: dict[str, str] = {}
@@ -71,7 +73,9 @@ def _bytes_or_mark(token: int, token_bytes: Callable[[int], bytes]) -> bytes:
 def _clusters(
     row: Sequence[int], split: set[int], bytes_of: Mapping[int, bytes]
 ) -> Iterator[tuple[int, int, str]]:
-    """Each begins with an id that splits a letter, and ends where all its bytes are used up."""
+    """The clusters of a row. Each begins with an id that splits a character, and ends where all its bytes are
+    used up.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     start: int | None = None
     text = ""

@@ -1,17 +1,17 @@
 """Chat templates at the level of text: a whole conversation, and what follows an assistant's turn.
 
 `messages_shape` and `tools_shape` give OpenAI's messages and tools as dictionaries, in the manner of the
-family's template: `content` is a string, never None; `arguments` is an object in the client's key order; what
-is absent is left out, because templates ask `is defined`. What a template would leave out of a message
+family's template. `content` is a string, never None. `arguments` is an object in the client's key order.
+Absent values are left out, because templates ask `is defined`. What a template would leave out of a message
 becomes a message of its own.
 
-`Renderer.following` uses the marker method: it renders a made-up question, a made-up answer with a mark, then
-the new messages, and takes what stands after the answer's end. Where calls are answered the mark stands in
-the last call's arguments, because some templates drop a text beside a call. Neither history nor tools are
-rendered, so it costs no more than what is new; `audit` says whether a template allows that.
+`Renderer.following` uses the marker method: it renders a made-up question, a made-up answer with a mark, and
+the new messages, and takes the text after the end of the answer. If calls are answered, the mark is in the
+arguments of the last call, because some templates drop the text beside a call. Neither history nor tools are
+rendered, so the cost depends only on what is new. `audit` says whether a template allows that.
 
-Invariants: every client string reaches the template guarded, and is restored afterwards; `check_present`
-refuses a render in which a text is neither there nor there as JSON writes it.
+Invariants: every client string reaches the template guarded, and is restored afterwards. `check_present`
+refuses a render in which a text is missing, both as it is and as JSON writes it.
 """
 
 import json
@@ -29,21 +29,23 @@ from polarnode.tokens.tool_calls import read_object
 
 # ── guard ────────────────────────────────────────────────────────────────────────────────────────
 
-# private use: no keyboard, no template and hardly a text has them; JSON and strip() let them be
+# Letters of Unicode's private use area. No keyboard, no template and hardly any text has them, and JSON and
+# strip() leave them unchanged.
 _STAND_INS: Final = range(0xE5E5, 0xF900)
 _STAND_IN: Final = re.compile(f"[{chr(_STAND_INS.start)}-{chr(_STAND_INS.stop - 1)}]")
-# levels of nested JSON; real tool schemas have about ten, and Python's own JSON writer gives up at a thousand
+# The levels of nested JSON that are accepted. Real tool schemas have about ten, and Python's own JSON writer
+# gives up at a thousand.
 _DEEPEST: Final = 100
 
 
 @frozen(kw_only=True)
 class Guard:
-    """Which letters stand for which, for one render.
+    """The letters that stand for others during one render.
 
-    A control string is recognised by its first letter: wherever a client's string holds that letter, a letter
-    that nobody used stands for it during the render. So no client text can become control text, neither alone
-    nor joined with what the template puts beside it, and it cannot steer the template. A stand-in is one
-    letter for one letter: lengths and JSON escapes stay as they are.
+    A control string is recognised by its first letter. Wherever a client's string contains that letter, a
+    letter that nobody used stands in for it during the render. So no client text can become control text,
+    neither alone nor joined with what the template puts beside it, and it cannot influence the template. A
+    stand-in replaces one letter by one letter, so lengths and JSON escapes do not change.
     """
 
     _to: Mapping[int, str]
@@ -51,8 +53,8 @@ class Guard:
 
     @classmethod
     def over(cls, letters: Iterable[str], values: Iterable[Json]) -> "Guard":
-        """A guard whose stand-ins occur in none of these values. Refused for text that is no Unicode or
-        nested beyond reason.
+        """A guard whose stand-ins occur in none of these values. Raises Refused for text that is not valid
+        Unicode, or JSON nested beyond reason.
         """
         texts = list(_texts(list(values), 0))
         _check_unicode(texts)
@@ -70,7 +72,7 @@ class Guard:
         return cls(to={ord(letter): stand_in for stand_in, letter in back.items()}, back=back)
 
     def hide(self, value: Json) -> Json:
-        """The same value with every string of it inert, keys included."""
+        """The same value with every string in it guarded, keys included."""
         match value:
             case str():
                 return self._hidden(value)
@@ -129,7 +131,7 @@ _EITHER: Final = Manner(arguments="either")
 
 @frozen(kw_only=True)
 class Shown:
-    """A call as the template shows it: its tool, and its id there."""
+    """A call as the template shows it: the name of its tool, and its id there."""
 
     name: str
     id: str
@@ -137,8 +139,8 @@ class Shown:
 
 @frozen(kw_only=True)
 class Earlier:
-    """What precedes some messages: the calls that they answer, by id, and how many calls the
-    conversation had.
+    """What precedes some messages: the calls that they answer, by id, and the number of calls in the
+    conversation so far.
     """
 
     calls: Mapping[str, Shown] = field(factory=dict)
@@ -148,8 +150,8 @@ class Earlier:
 def messages_shape(
     messages: Sequence[Message], *, manner: Manner = _EITHER, earlier: Earlier | None = None
 ) -> list[Shape]:
-    """Messages as templates read them. Calls give their names to the results that answer them, earlier
-    calls too.
+    """Messages as templates read them. A result gets the name of the call that it answers, which may be an
+    earlier one.
     """
     before = earlier or Earlier()
     shown, count, shapes = dict(before.calls), before.count, []
@@ -162,14 +164,14 @@ def messages_shape(
 
 
 def shown_call(call: ToolCall, place: int, manner: Manner) -> Shown:
-    """A call that the model did not sample in this session; `place` is its number among the conversation's
-    calls.
+    """A call that the model did not sample in this session. `place` is its number among the calls of the
+    conversation.
     """
     return Shown(name=call.name, id=f"functions.{call.name}:{place}" if manner.model_call_ids else call.id)
 
 
 def tools_shape(tools: Sequence[Tool]) -> list[Shape]:
-    """Tools as templates write them: every key is present, in this order, because the model was trained on
+    """Tools as templates write them. Every key is present, in this order, because the model was trained on
     the resulting text.
     """
     return [
@@ -242,9 +244,10 @@ def _message(message: Message, shown: Mapping[str, Shown], manner: Manner) -> Sh
 
 
 def arguments_shape(call: ToolCall, manner: Manner) -> Json:
-    """Arguments as the template writes them: the object. Text that is not an object stays as it is, under the
-    name `arguments` where the template shows objects only: a harness that shortened an old call sends it with
-    every later request, and would be refused until its session ends. Empty text means no arguments.
+    """Arguments as the template writes them: the object. If the template shows only objects, text that is not
+    an object is shown under the name `arguments`; otherwise it stays as it is. It is not refused, because a
+    harness that shortened an old call sends it with every later request, and would be refused until its
+    session ends. Empty text means no arguments.
     """
     text = call.arguments if call.arguments.strip() else "{}"
     if manner.arguments == "text":
@@ -276,8 +279,8 @@ Checked = Mapping[str, Json]
 
 
 def check_present(messages: Sequence[Checked], tools: Sequence[Checked], text: str, guard: Guard) -> None:
-    """Raise Refused if a message's text, a call's name, or a tool's name or description is missing from a
-    render. All strings are still guarded.
+    """Raise Refused if the text of a message, the name of a call, or the name or description of a tool is
+    missing from a render. All strings are still guarded.
     """
     at = 0
     for what, shown in _client_texts(messages, tools):
@@ -315,14 +318,15 @@ def _client_texts(messages: Sequence[Checked], tools: Sequence[Checked]) -> Iter
 
 
 def _place(wanted: str, text: str, at: int) -> int:
-    """The position of a text, -1 if absent. Searched after the previous text first, so that a conversation is
-    read once.
+    """The position of a text, -1 if it is absent. The search begins after the previous text, so that a
+    conversation is read once.
     """
     found = text.find(wanted, at)
     if found >= 0:
         return found
     escaped = json.dumps(wanted, ensure_ascii=False)[1:-1]
-    comment = re.sub(r"\n(?!\n|$)", "\n// ", wanted)  # as Kimi K2.5 is shown tools
+    # Kimi K2.5 is shown tools with their descriptions as comments.
+    comment = re.sub(r"\n(?!\n|$)", "\n// ", wanted)
     places = (text.find(spelling, start) for start in (at, 0) for spelling in (escaped, wanted, comment))
     return next((place for place in places if place >= 0), -1)
 
@@ -339,10 +343,10 @@ _MARK: Final = "MARK"
 
 @frozen
 class RenderedText:
-    """Text of a template with client strings still guarded; `guard` restores them once the control
-    strings are found.
+    """Text that a template rendered, with the client's strings still guarded. `guard` restores them once the
+    control strings are found.
 
-    `ended` is the turn end that the template wrote before it, empty where the next header ends a turn.
+    `ended` is the turn end that the template wrote before the text; empty if the next header ends a turn.
     """
 
     text: str
@@ -352,7 +356,7 @@ class RenderedText:
 
 @frozen
 class _Inert:
-    """The template's input: every client string guarded."""
+    """The input of the template, with every client string guarded."""
 
     messages: list[Shape]
     tools: list[Shape]
@@ -370,7 +374,7 @@ class AnsweredTurn:
     calls_before: int = 0
 
     def earlier(self, family: Family) -> Earlier:
-        """Its calls, under the ids that their results are shown with."""
+        """The turn's calls, under the ids with which their results are shown."""
         shown = {}
         for place, call in enumerate(self.calls):
             model_id = self.model_ids[place] if place < len(self.model_ids) else None
@@ -384,8 +388,8 @@ class AnsweredTurn:
 
 @frozen(eq=False)
 class Renderer:
-    """Renders a chat template; immutable and thread-safe. ModelError for control strings that cannot be
-    guarded.
+    """Renders a chat template. It is immutable and thread-safe. Raises ModelError for control strings that
+    cannot be guarded.
 
     `letters` are the first letters of all control strings.
     """
@@ -400,7 +404,7 @@ class Renderer:
     )
 
     def whole(self, conversation: Conversation) -> RenderedText:
-        """A conversation from its head, up to the opening of the next turn."""
+        """A conversation from its beginning to the opening of the next turn."""
         if not conversation.messages:
             raise Refused("a conversation needs at least one message", path="$.messages")
         messages, tools = (
@@ -420,7 +424,7 @@ class Renderer:
         """
         earlier = answered.earlier(self.family)
         answered_ids = {message.call_id for message in new if message.role == "tool"}
-        # its template would show neither the call nor the mark in it
+        # The template of such a family would show neither the call nor the mark in it.
         calls = answered.calls if self.family.call_syntax != "none" else ()
         shown = [earlier.calls[call.id] for call in calls if call.id in answered_ids]
         messages = messages_shape(new, manner=self.family.manner, earlier=earlier)
@@ -431,7 +435,9 @@ class Renderer:
         return RenderedText(text, inert.guard, ended)
 
     def after(self, mark: str, text: str) -> tuple[str, str]:
-        """The turn end after a mark, empty where the next header is one, and the text after it."""
+        """The turn end after a mark, and the text after it. The turn end is empty if the next header serves
+        as one.
+        """
         at = text.find(mark)
         end = self._ends.search(text, at) if at >= 0 else None
         if end is None:
@@ -470,7 +476,7 @@ class Renderer:
         return (self.tokenizer.token_bytes(token).decode() for token in tokens)
 
     def _goes_on(self, text: str) -> bool:
-        """Whether a control string begins the text after a turn rather than ending the turn."""
+        """Whether a control string begins the text after a turn and does not end the turn."""
         token = self.tokenizer.control[text]
         return token in self.family.boundaries or token not in self.family.turn_ends
 
@@ -487,8 +493,8 @@ class Renderer:
 
 
 def _guarded(shape: Shape, guard: Guard) -> Shape:
-    """A shape with every string in it guarded. Our own field names and roles hold no such letter and
-    stay as they are.
+    """A shape with every string in it guarded. The node's own field names and roles hold no such letter and
+    remain as they are.
     """
     return {name: guard.hide(value) for name, value in shape.items()}
 

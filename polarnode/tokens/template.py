@@ -1,13 +1,13 @@
-"""Conversations into prompt ids, and the ids that follow a sampled turn.
+"""Turn conversations into prompt ids, and give the ids that follow a sampled turn.
 
 `load_model` loads and audits a checkpoint's tokenizer, family and template. `Template.root` gives the ids of
-a whole conversation, `Template.suffix` those between a sampled turn and the next. Rendered text is split on
-the control strings, which become their ids; what stands between them is encoded by the vocabulary alone.
+a whole conversation, `Template.suffix` the ids between a sampled turn and the next. Rendered text is split at
+the control strings, which become their ids. The text between them is encoded by the vocabulary alone.
 
 Invariants: a sampled token is never replaced or encoded again, and no client text becomes a control token.
 `suffix` depends on the sampled ids only by how they end. A turn boundary is the least that ends a cut turn:
-an open thought first, then the turn, nothing where what follows ends it. Where the model sees another token
-there than its template would write, a note says so.
+the end of an open thought first, then the turn end, and nothing if what follows ends the turn. If the model
+sees another token there than its template would write, a note says so.
 """
 
 import json
@@ -42,7 +42,7 @@ class Closing:
     family: Family
 
     def of(self, mode: Mode, opening: "array[int]") -> "array[int]":
-        """The ids that close a turn in this mode. `opening` is what follows."""
+        """The ids that close a turn in this mode. `opening` are the ids that follow."""
         if self.family.harmony is not None:
             return self._message(mode, self.family.harmony)
         thought = self.family.think_close if mode == "thinking" else None
@@ -54,8 +54,8 @@ class Closing:
         )
 
     def _message(self, mode: Mode, harmony: HarmonyMarks) -> "array[int]":
-        """Harmony's messages all end alike. A header that was cut is completed as that of an empty message,
-        so that the message can be ended.
+        """The ids that close a message of Harmony. All messages end alike. A header that was cut is completed
+        as that of an empty message, so that the message can be ended.
         """
         match mode:
             case "header":
@@ -69,7 +69,7 @@ class Closing:
 
 
 def joined(sampled: "array[int]", opening: "array[int]", family: Family) -> "array[int]":
-    """The text after a sample, without the boundary token that the sample already ended with."""
+    """The ids that follow a sample, without the boundary token if the sample already ended with it."""
     twice = bool(sampled) and bool(opening) and sampled[-1] in family.boundaries and sampled[-1] == opening[0]
     return opening[1:] if twice else opening
 
@@ -77,7 +77,9 @@ def joined(sampled: "array[int]", opening: "array[int]", family: Family) -> "arr
 def differences(
     sampled: "array[int]", opening: "array[int]", ended: str, tokenizer: Tokenizer, family: Family
 ) -> tuple[str, ...]:
-    """Notes on the turn boundary. `ended` is the turn end that the template writes there, empty for none."""
+    """Notes on the turn boundary. `ended` is the turn end that the template writes there; empty if it writes
+    none.
+    """
     last = sampled[-1] if sampled else None
     if last is None or last not in (*family.stop_ids, *family.turn_ends):
         return ()
@@ -102,28 +104,30 @@ def differences(
 
 # ── encoding up to a limit ────────────────────────────────────────────────────────────────────────
 
-# Encoding takes 110 to 480 bytes a character, so the tokens of a longer text are counted in pieces first.
+# Encoding takes 110 to 480 bytes of memory per character, so the tokens of a text longer than this are first
+# counted in pieces.
 WHOLE_CHARS: Final = 256 << 10
 PIECE_CHARS: Final = 64 << 10
-# A cut adds fewer tokens than this to those of the uncut text: it splits one word.
+# Cutting a text adds fewer tokens than this, because it splits one word.
 CUT_TOKENS: Final = 16
 
 
 @frozen(kw_only=True)
 class TokenRoom:
-    """The tokens that a prompt may have; `used` of them precede what is encoded."""
+    """The tokens that a prompt may have. `used` of them precede what is encoded."""
 
     context_length: int
     used: int = 0
 
     def check(self, tokens: int, *, share: float) -> None:
-        """Raise ContextTooLong when `tokens` do not fit, which are those of this share of the text."""
+        """Raise ContextTooLong if `tokens`, which are the tokens of this share of the text, do not fit."""
         if self.used + tokens > self.context_length:
             raise ContextTooLong(prompt_tokens=self.used + int(tokens / share), limit=self.context_length)
 
     def encode(self, text: str, *, encode: Callable[[str], list[int]], before: int) -> list[int]:
-        """The ids of one text that follows `before` ids. A long text is refused once enough of it is
-        counted: in pieces, whose memory is given back, and in time proportional to the context.
+        """The ids of one text that follows `before` ids. A long text is refused as soon as enough of its
+        tokens are counted. They are counted in pieces, whose memory is freed again, and in time proportional
+        to the context.
         """
         if len(text) > WHOLE_CHARS:
             counted = before
@@ -133,19 +137,20 @@ class TokenRoom:
         return encode(text)
 
 
-# What a template writes between control tokens (a role, a line's end) is the same in every prompt.
+# The text that a template writes between control tokens (a role, the end of a line) is the same in every
+# prompt. Texts up to this length are cached.
 MARK_CHARS: Final = 16
-MARK_BYTES: Final = 64 << 10  # kept of them and of other short texts: some hundred
+MARK_BYTES: Final = 64 << 10  # the size of the cache of such short texts, some hundred of them
 
 # ── template ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
 class Suffix:
-    """What follows the parent's sampled ids, int32[N]. The first `close_length` of them end a sample
+    """The ids that follow the parent's sampled ids, int32[N]. The first `close_length` of them end a sample
     that was cut.
 
-    `notes`: where the model sees something other than its template would show, or than the client sent.
+    `notes` say where the model sees something other than its template would show or the client sent.
     """
 
     ids: "array[int]"
@@ -155,10 +160,9 @@ class Suffix:
 
 @frozen(eq=False)
 class Template:
-    """A model's chat template in ids; thread-safe. Tokenising is slow: 100 KB take some 60 ms.
+    """A model's chat template in ids. It is thread-safe. Tokenising is slow: 100 KB take some 60 ms.
 
-    Its only state is a cache of long pieces of whole conversations, because the sessions of a group
-    share their heads.
+    Its only state are caches of text pieces, because the sessions of a group begin with the same text.
     """
 
     tokenizer: Tokenizer
@@ -183,11 +187,11 @@ class Template:
     def root(
         self, conversation: Conversation, *, context_length: int | None = None, prefill: str = ""
     ) -> "array[int]":
-        """The ids of the whole conversation, up to the opening of the next turn and the text `prefill` in it:
-        int32. Refused where the template cannot show it.
+        """The ids (int32) of the whole conversation, up to the opening of the next turn and the text
+        `prefill` in it. Raises Refused if the template cannot show it.
 
-        ContextTooLong for a long text as soon as more than `context_length` tokens are found; its number is
-        then an estimate.
+        Raises ContextTooLong for a long text as soon as more than `context_length` tokens are found; the
+        number in the error is then an estimate.
         """
         messages = self.limits.settled(conversation.messages)
         self.limits.check(messages, conversation.tools)
@@ -206,15 +210,15 @@ class Template:
         context_length: int | None = None,
         prefill: str = "",
     ) -> Suffix:
-        """The ids that follow a sampled turn, so that the model answers `new` messages.
+        """The ids that follow a sampled turn, so that the model answers the `new` messages.
 
-        `conversation` is the whole new request. `sampled` are the ids of the turn it extends, or all
-        ids so far: only the last turn is read, and needed where a thought may have been cut twice. A
-        sample without turn end is closed first: an open thought, then the turn. A cut call stays open,
-        because a made-up end would make it look complete. With nothing new a cut sample continues
-        exactly where it ended (no ids), and an ended one is followed by the next turn's opening. A
-        boundary that the sample ends with is not written twice. `prefill` is as in `root`.
-        `context_length` is for all ids, as in `root`; `sampled` must then be all ids so far.
+        `conversation` is the whole new request. `sampled` are the ids of the turn that it extends, or all ids
+        so far. Only the last turn of them is read, and all of it is needed if a thought may have been cut
+        twice. A sample without a turn end is closed first: an open thought, then the turn. A cut call is left
+        open, because a made-up end would make it look complete. If nothing is new, a cut sample continues
+        exactly where it ended (no ids), and an ended one is followed by the opening of the next turn. A
+        boundary with which the sample ends is not written twice. `prefill` is as in `root`. `context_length`
+        limits all ids, as in `root`; `sampled` must then be all ids so far.
         """
         if not new and not prefill and not (sampled and sampled[-1] in self.stop_ids):
             return Suffix(ids=ids(), close_length=0)
@@ -240,31 +244,33 @@ class Template:
         return Suffix(ids=written, close_length=len(close), notes=notes)
 
     def notes(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[str, ...]:
-        """Notes for the turn on messages that the model sees in another form than they were sent."""
+        """Notes for the turn on messages that the model sees in another form than they were sent in."""
         return (
             *self.limits.notes(messages, follows=follows),
             *argument_notes(messages, self.family.manner),
         )
 
     def opens_thinking(self, prompt: "array[int]") -> bool:
-        """Whether a prompt ends inside a thought: the template opened it, or a cut thought goes on."""
+        """Whether a prompt ends inside a thought, because the template opened it or a cut thought
+        continues.
+        """
         return mode_at_end(prompt, self.tokenizer, self.family) == "thinking"
 
     def drops_thinking_before(self, new: Sequence[Message]) -> bool:
-        """Whether the template would leave out the thinking of earlier turns when these messages
-        follow. Sampled ids stay in any case.
+        """Whether the template would leave out the thinking of earlier turns if these messages follow.
+        Sampled ids are kept in any case.
         """
         return drops_thinking(self._renderer, new)
 
     def audit(self) -> tuple[str, ...]:
-        """Check at load whether this template's turns can be extended faithfully: ModelError if not,
-        else notes.
+        """Check at load whether this template's turns can be extended faithfully. Raises ModelError if not,
+        and otherwise returns notes.
         """
         return audit(self._renderer, self.limits)
 
     def _with_prefill(self, prompt: "array[int]", thinking: bool | None, prefill: str) -> "array[int]":
-        """A prompt whose last turn is opened for visible text, and this text in it. The template's opening
-        without thinking takes the place of the one that was asked for.
+        """A prompt whose last turn is opened for visible text, followed by the text `prefill`. The template's
+        opening without thinking replaces the opening that was rendered.
         """
         asked, plain = (self._opening(wanted) for wanted in (thinking, False))
         shared = next(
@@ -286,7 +292,9 @@ class Template:
         return opened + ids(self.tokenizer.encode_plain(prefill))
 
     def _opening(self, thinking: bool | None) -> "array[int]":
-        """What follows an assistant's turn when nothing new is said: the opening of the next one."""
+        """The ids that follow an assistant's turn if there are no new messages: the opening of the
+        next turn.
+        """
         return self._encoded(self._renderer.following((), answered=AnsweredTurn(), thinking=thinking))
 
     def _answered(
@@ -314,11 +322,11 @@ class Template:
     def _encoded(
         self, rendered: RenderedText, *, again: bool = False, room: TokenRoom | None = None
     ) -> "array[int]":
-        """Split on control strings while client text is guarded, restore the text, encode what stands
-        between.
+        """Split the text at control strings while client text is guarded, restore the client text, and encode
+        what is between the control strings.
 
-        `again`: cache the ids of long pieces. A tool's result rarely recurs, and would only evict a
-        conversation's head. `room`: where to stop with a long text.
+        `again`: cache the ids of long pieces. The result of a tool rarely recurs, and would only evict the
+        head of a conversation. `room` is where a long text stops being encoded.
         """
         encoded, chars = ids(), 0
         bounded = room if len(rendered.text) > WHOLE_CHARS else None
@@ -342,7 +350,7 @@ class Template:
 
 
 def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
-    """Control strings, the longest first, as transformers finds them."""
+    """The pattern of control strings, the longest first, because transformers searches them in this order."""
     return re.compile(
         "(" + "|".join(re.escape(text) for text in sorted(control, key=len, reverse=True)) + ")"
     )
@@ -353,7 +361,9 @@ def _pattern(control: Mapping[str, int]) -> "re.Pattern[str]":
 
 @frozen(kw_only=True)
 class LoadedModel:
-    """Tokenizer, family and template of one checkpoint; `notes` are the audit's. `name` is the folder's."""
+    """The tokenizer, family and template of one checkpoint. `notes` are those of the audit, `name` is the
+    name of the folder.
+    """
 
     name: str
     path: Path
@@ -364,8 +374,8 @@ class LoadedModel:
 
 
 def load_model(path: Path) -> LoadedModel:
-    """Load a checkpoint folder and audit its template. Takes seconds (transformers is imported): call
-    it in a thread.
+    """Load a checkpoint folder and audit its template. Call this in a thread, because it takes seconds
+    (transformers is imported).
     """
     tokenizer = load_tokenizer(path, vocab_size=_embedding_size(path))
     family = family_of(tokenizer)
@@ -381,8 +391,8 @@ def load_model(path: Path) -> LoadedModel:
 
 
 def _embedding_size(path: Path) -> int | None:
-    """The number of ids that the model can sample: its embedding is often padded beyond its tokenizer.
-    None where the config does not have it.
+    """The number of ids that the model can sample; its embedding is often padded beyond its tokenizer. None
+    if the config does not say.
     """
     with boundary(
         ModelError, f"{path / 'config.json'} cannot be read; name a folder with a Hugging Face checkpoint"

@@ -1,13 +1,13 @@
-"""A model's tokenizer and chat template, loaded from its folder. Satisfies `ports.Tokenizer`.
+"""A model's tokenizer and chat template, loaded from its folder. It implements `ports.Tokenizer`.
 
 `plain` makes the tokenizer that encodes client text: the same model, normaliser and pre-tokeniser, without
 control tokens, post-processor, truncation or padding. Only parts that are known to lose nothing are allowed,
 by name. `TokenizationCache` keeps the ids of long texts, because the sessions of a group begin with the same
-50 to 80 KB of system prompt and tools; threads share it without a lock, so what it shares is only read, put
-in whole or replaced whole.
+50 to 80 KB of system prompt and tools. Threads share it without a lock, so shared values are never changed,
+only read, added whole or replaced whole.
 
-Invariants: `encode_plain` never gives a control id; `token_bytes` are the exact bytes that the model sampled;
-a tokenizer for which either fails is refused at load. tokenizer.json in the folder is authoritative:
+Invariants: `encode_plain` never gives a control id. `token_bytes` are the exact bytes that the model sampled.
+A tokenizer for which either fails is refused at load. tokenizer.json in the folder is authoritative, because
 transformers' classes for single models change some tokenizers (DeepSeek's). transformers is slow to import,
 so it is imported only when a tokenizer is loaded.
 """
@@ -34,7 +34,8 @@ from polarnode.tokens.vocabulary import RANKS, SPACE, check_flags, kind_of, ordi
 
 _SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _CUTTERS: Final = frozenset(["Split", "ByteLevel", "Metaspace", "Digits", "Punctuation"])
-# a Unigram model finds its byte tokens in a text that spells them, which must stay that text
+# A Unigram model would find its byte tokens in a text that spells them, but such a text must remain that
+# text.
 _BYTES_BEGIN: Final = "<0x"
 _PREFIXED: Final = (
     'it puts a space before every text, so what a client wrote would not come back: set "legacy": false and'
@@ -44,10 +45,10 @@ _PREFIXED: Final = (
 
 
 def plain(backend: Tokenizer, *, control: Iterable[str], text: Iterable[AddedToken]) -> Tokenizer:
-    """The vocabulary alone. `text` are added tokens that are no control tokens: they are found as the model
-    finds them.
+    """A tokenizer with the vocabulary only. `text` are added tokens that are not control tokens; they are
+    found as the model finds them.
 
-    Raises ModelError if a part of it changes or loses text, or looks up control tokens.
+    Raises ModelError if a part of the tokenizer changes or loses text, or looks up control tokens.
     """
     model, cutter = _model(backend.model, frozenset(control)), _cutter(backend)
     if backend.normalizer is not None:
@@ -56,8 +57,8 @@ def plain(backend: Tokenizer, *, control: Iterable[str], text: Iterable[AddedTok
 
 
 def plain_ascii(backend: Tokenizer, whole: Tokenizer, *, text: Iterable[AddedToken]) -> Tokenizer:
-    """As `whole`, which `plain` gave, for texts of ASCII, which have one form: without NFC, which takes an
-    eighth of the time.
+    """As `whole`, which `plain` returned, for ASCII texts. They have only one Unicode form, so NFC is left
+    out, which takes an eighth of the time.
     """
     if backend.normalizer is None or not all(
         part["type"] == "NFC" for part in _parts(state(backend.normalizer), "normalizers")
@@ -77,8 +78,8 @@ def _made(model: Any, normalizer: Any, cutter: Any, text: Iterable[AddedToken]) 
 
 
 def normalises(backend: Tokenizer) -> bool:
-    """Whether texts are shown to the model composed (NFC): other code points than the client sent, but the
-    same text to a reader.
+    """Whether texts are composed (NFC) before the model sees them: the code points differ from those that the
+    client sent, but a reader sees the same text.
     """
     return backend.normalizer is not None and any(
         part["type"] == "NFC" for part in _parts(state(backend.normalizer), "normalizers")
@@ -102,8 +103,8 @@ def _model(model: Any, control: frozenset[str]) -> Any:
 
 
 def _hidden(state: dict[str, Any], control: frozenset[str]) -> Any:
-    """A Unigram model without its control tokens. It looks every piece up, and a piece with a space in
-    it is never found: all spaces are U+2581 by then.
+    """A Unigram model without its control tokens. The model looks every piece up, and a piece with a space in
+    it is never found, because all spaces are U+2581 by then.
     """
     vocabulary = [(f" {piece}" if piece in control else piece, score) for piece, score in state["vocab"]]
     return models.Unigram(vocabulary, state["unk_id"], state["byte_fallback"])
@@ -127,7 +128,7 @@ def _cutter(backend: Tokenizer) -> Any:
         parts.insert(0, state(pre_tokenizers.Split(_BYTES_BEGIN, "isolated")))
     if not parts:
         return None
-    # Its parts are made only from a whole tokenizer's JSON.
+    # The library makes these parts only from the JSON of a whole tokenizer.
     empty = json.loads(Tokenizer(models.BPE()).to_str()) | {
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts}
     }
@@ -158,17 +159,18 @@ def _parts(config: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 # ── tokenization cache ────────────────────────────────────────────────────────────────────────────
 
-# letters: shorter pieces encode in less than 0.2 ms, and there are too many of them
+# The length in letters from which a text is cached. Shorter texts are encoded in less than 0.2 ms, and there
+# are too many of them.
 SHORTEST: Final = 1_000
-# bytes of texts and ids: a harness's whole head takes 0.2 MB, so a hundred tasks' heads fit, with room for
-# long histories
+# The limit on the bytes of cached texts and ids. The whole head of a harness takes 0.2 MB, so the heads of a
+# hundred tasks fit, with room for long histories.
 KEPT_BYTES: Final = 32 << 20
 
 
 @define(eq=False)
 class TokenizationCache:
-    """Texts and their ids, the oldest dropped first, in two generations: a text that is used again
-    moves to the younger.
+    """Texts and their ids. The oldest are dropped first, in two generations: a text that is used again moves
+    to the younger.
     """
 
     kept_bytes: int = KEPT_BYTES
@@ -177,7 +179,7 @@ class TokenizationCache:
     _young_bytes: int = field(default=0, init=False)
 
     def ids(self, text: str, encode: Callable[[str], Iterable[int]]) -> "array[int]":
-        """The result of `encode` for a text, int32. Do not change it."""
+        """The result of `encode` for a text, int32. The caller must not change it."""
         found = self._young.get(text)
         if found is not None:
             return found
@@ -200,12 +202,12 @@ class TokenizationCache:
 # ── tokenizer ─────────────────────────────────────────────────────────────────────────────────────
 
 # Letters, digits, an accent, a script without spaces, an emoji of four bytes, newlines, spaces at both ends,
-# letters that compatibility forms would change, a tag and brackets; normalised already (NFC).
+# letters that compatibility forms would change, a tag and brackets. The text is normalised already (NFC).
 _SAMPLE: Final = (
     ' Plain text, caf\u00e9: 12 < 34\r\n\n\t{"a": [\u65e5\u672c, \U0001f642]}\u00a0\u00bd \uff21\ufb01 </p>  '
     " end "
 )
-_BYTE_NAME: Final = "<0x41>"  # one of SentencePiece's byte tokens, in a client's text
+_BYTE_NAME: Final = "<0x41>"  # the name of one of SentencePiece's byte tokens, as a client might write it
 _PROBES: Final[tuple[tuple[dict[str, Json], ...], ...]] = (
     ({"role": "user", "content": "x"},),
     ({"role": "system", "content": "s"}, {"role": "user", "content": "x"}),
@@ -235,28 +237,28 @@ class _Spelled(dict[int, bytes]):
 
 @frozen(eq=False, kw_only=True)
 class LoadedTokenizer:
-    """A tokenizer ready to serve; immutable and thread-safe. `kind` is for display.
+    """A tokenizer ready to serve. It is immutable and thread-safe. `kind` is for display.
 
-    `token_bytes` are the bytes of one id: a control token's are its text's; an id that only pads the
-    embedding has none. ModelError outside the vocabulary. It is called for each sampled token, so it is a
-    dictionary's own look-up, which takes a fifth of a Python function's time.
+    `token_bytes` gives the bytes of one id: the text of a control token, and nothing for an id that only pads
+    the embedding. Raises ModelError for an id outside the vocabulary. It is called for each sampled token, so
+    it is a dictionary's own look-up, which takes a fifth of a Python function's time.
     """
 
     vocab_size: int
     control: Mapping[str, int]
     kind: str
     _plain: Tokenizer
-    _ascii: Tokenizer  # the same, for texts of ASCII
+    _ascii: Tokenizer  # the same for ASCII texts
     token_bytes: Callable[[int], bytes]
     _chat: Any  # transformers has no types
     _sorts_tools: bool = False
-    _typescript: bool = False  # its template wants tools as TypeScript
+    _typescript: bool = False  # whether its template wants tools as TypeScript
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text by the vocabulary alone, control strings spelled out. Releases the GIL: 100 KB
-        take some 60 ms.
+        """The ids of a text by the vocabulary alone; control strings are spelled out. This releases the GIL:
+        100 KB take some 60 ms.
         """
-        # Only the batch call releases the GIL; the single one would hold the event loop for as long as it
+        # Only the batch call releases the GIL. The single call would block the event loop for as long as it
         # encodes.
         tokenizer = self._ascii if text.isascii() else self._plain
         (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -270,10 +272,10 @@ class LoadedTokenizer:
         generation_prompt: bool,
         thinking: bool | None,
     ) -> str:
-        """The chat template's text. Refused where the template itself refuses the conversation; `thinking`
-        None leaves the template's default.
+        """The text that the chat template renders. Raises Refused if the template itself refuses the
+        conversation. With `thinking` None the template's default applies.
         """
-        # DeepSeek V3.1 knows the second word
+        # DeepSeek V3.1 reads the second name.
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         try:
             with boundary(ModelError, "the chat template fails on this conversation"):
@@ -309,10 +311,10 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> LoadedTokenizer:
-    """The tokenizer in a model's folder. `vocab_size`: rows of the model's embedding, when it has more
-    than the tokenizer knows ids.
+    """The tokenizer in a model's folder. `vocab_size` is the number of rows of the model's embedding, if that
+    is more than the ids that the tokenizer knows.
 
-    ModelError, with its remedy, for a folder without tokenizer or chat template, and for a tokenizer
+    Raises ModelError, with its remedy, for a folder without tokenizer or chat template, and for a tokenizer
     whose tokens could not be kept exactly.
     """
     if not path.is_dir():
@@ -327,7 +329,7 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> LoadedTokeni
 
 
 def _with_template(path: Path) -> tuple[Any, bool]:
-    """transformers' tokenizer, which renders, and whether it must be given sorted tools."""
+    """The tokenizer of transformers, which renders, and whether it must be given sorted tools."""
     from transformers import PreTrainedTokenizerFast
 
     if not (path / "tokenizer.json").is_file() and (path / RANKS).is_file():
@@ -338,7 +340,8 @@ def _with_template(path: Path) -> tuple[Any, bool]:
             " there (save_pretrained)"
         )
     with boundary(ModelError, f"the tokenizer in {path} cannot be loaded"):
-        # The last argument stops transformers' warning about a wrong pattern, for folders without a version.
+        # The last argument prevents transformers' warning about a wrong pattern for folders without a
+        # version.
         chat = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True, fix_mistral_regex=False)
     if not chat.chat_template:
         raise ModelError(
@@ -349,7 +352,7 @@ def _with_template(path: Path) -> tuple[Any, bool]:
 
 
 def _of_ranks(path: Path, kind: Any) -> tuple[Any, bool]:
-    """A checkpoint that has a tiktoken.model (Kimi) and code of its own, which is not run."""
+    """Load a checkpoint that has a tiktoken.model (Kimi). Its own code is not run."""
     ranked = read_ranks(path)
     template = path / "chat_template.jinja"
     source = template.read_text() if template.is_file() else ranked.config.get("chat_template")
@@ -389,7 +392,7 @@ def _loaded(chat: Any, vocab_size: int | None, *, sorts_tools: bool) -> LoadedTo
         ascii=plain_ascii(backend, whole, text=text.values()),
         token_bytes=_Spelled(spelled, size).__getitem__,
         chat=chat,
-        # Kimi K2.5's code sorts what it writes as TypeScript
+        # Kimi K2.5's code sorts the tools that it writes as TypeScript.
         sorts_tools=sorts_tools or TYPESCRIPT in template,
         typescript=TYPESCRIPT in template,
     )
@@ -399,12 +402,12 @@ def _loaded(chat: Any, vocab_size: int | None, *, sorts_tools: bool) -> LoadedTo
 
 
 def _template_text(template: str | Mapping[str, str]) -> str:
-    """A chat template's source; some models have one for tools beside the default."""
+    """The source of a chat template. Some models have one for tools beside the default."""
     return template if isinstance(template, str) else "".join(template.values())
 
 
 def _probed(loaded: LoadedTokenizer) -> Iterator[str]:
-    """What the template writes for a few conversations that it accepts."""
+    """The text that the template renders for each of a few conversations that it accepts."""
     for messages in _PROBES:
         try:
             yield loaded.render(messages, tools=(), generation_prompt=True, thinking=None)
@@ -422,8 +425,8 @@ def _vocab_size(requested: int | None, spelled: Mapping[int, bytes]) -> int:
 
 
 def _check_plain(loaded: LoadedTokenizer, backend: Tokenizer, control: Mapping[int, AddedToken]) -> None:
-    """Check what this package relies on: plain ids are the model's own, bytes round-trip, control strings
-    stay text.
+    """Check what this package relies on: plain ids are the model's own, bytes round-trip, and control strings
+    remain text.
     """
     ids = loaded.encode_plain(_SAMPLE)
     if (
@@ -462,15 +465,17 @@ def _sorted(value: Json) -> Json:
 
 # ── two vocabularies ──────────────────────────────────────────────────────────
 
-# ids that a server's vocabulary is compared by: another tokenizer agrees on few of them
+# The number of words by which a server's vocabulary is compared. Another tokenizer agrees on few of them.
 WORDS = 64
-STRIDE = 97  # ids between them, so that they are spread over merges of all ranks
-# those that a server is asked about first, closer together
+STRIDE = 97  # The distance between their ids, so that they are spread over merges of all ranks.
+# The first ids, about which a server is asked first, are closer together.
 LOW, LOW_STRIDE = 1000, 23
 
 
 def vocabulary_sample(tokenizer: LoadedTokenizer) -> tuple[tuple[int, str], ...]:
-    """Words of a tokenizer, spread over its ids. ASCII alone: a lone id of other text may be half of one."""
+    """Words of a tokenizer, spread over its ids. They are ASCII only, because a single id of another text may
+    be half a character.
+    """
     found = []
     low = min(LOW, tokenizer.vocab_size)
     for token in (*range(0, low, LOW_STRIDE), *range(low, tokenizer.vocab_size, STRIDE)):
@@ -482,7 +487,7 @@ def vocabulary_sample(tokenizer: LoadedTokenizer) -> tuple[tuple[int, str], ...]
 
 
 def vocabulary_difference(theirs: LoadedTokenizer, ours: LoadedTokenizer) -> str | None:
-    """The first token of `ours` that is another one in `theirs`, or none; None where there is no such token.
+    """The first token of `ours` that is another one, or missing, in `theirs`. None if there is no such token.
     Ids that only pad an embedding are no tokens.
     """
     for token in range(ours.vocab_size):

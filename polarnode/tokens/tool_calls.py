@@ -1,11 +1,11 @@
 """What all syntaxes of tool calls share: strict JSON with the exact text that was written, and the body of a
 call with a cursor over it.
 
-One object, no duplicate keys, no NaN or infinity, no half of a surrogate pair: a repaired call is one that
-the model never made. A change here changes what counts as malformed in every syntax, and so what is trained
-as a call.
+Strict JSON means one object without duplicate keys, NaN, infinity, or half of a surrogate pair. Nothing is
+repaired, because a repaired call is one that the model never made. A change here changes what counts as
+malformed in every syntax, and so what is trained as a call.
 
-A tag that is a control token of the model means something only where it was sampled as one; spelled in
+If a tag is a control token of the model, it has a meaning only where it was sampled as one; spelled in
 ordinary tokens it is text. The cursor only moves forward, so that reading is linear in the body.
 """
 
@@ -23,8 +23,8 @@ SPACE: Final = " \t\n\r"  # JSON's own blanks; str.strip() would remove more
 
 @frozen
 class ReadCall:
-    """A call as sampled: the name, the text of the arguments object, and the model's own id for it,
-    where its syntax has one.
+    """A call as sampled: the name, the text of the arguments object, and the model's own id for it if its
+    syntax has one.
     """
 
     name: str
@@ -33,7 +33,9 @@ class ReadCall:
 
 
 def read_value(text: str) -> Json:
-    """The JSON value of a text, keys in their order. ValueError for anything that is not strict."""
+    """The JSON value of a text, with keys in their order. Raises ValueError for anything that is
+    not strict.
+    """
     try:
         value: Json = _DECODER.decode(text)
     except RecursionError:
@@ -43,7 +45,7 @@ def read_value(text: str) -> Json:
 
 
 def read_object(text: str) -> dict[str, Json] | None:
-    """The JSON object of a text, keys in their order; None for anything else, or anything not strict."""
+    """The JSON object of a text, with keys in their order. None for anything else or not strict."""
     try:
         value = read_value(text)
     except ValueError:
@@ -52,7 +54,7 @@ def read_object(text: str) -> dict[str, Json] | None:
 
 
 def read_first(text: str, at: int) -> tuple[dict[str, Json], int] | None:
-    """The JSON object that begins at a place of a text, and where it ends; None if there is no strict one."""
+    """The JSON object that begins at a place of a text, and its end. None if there is no strict one."""
     try:
         value, end = _DECODER.raw_decode(text, at)
         _check(value, text[at:end])
@@ -62,11 +64,11 @@ def read_first(text: str, at: int) -> tuple[dict[str, Json], int] | None:
 
 
 def arguments_of(value: Mapping[str, Json], text: str, key: str) -> str | None:
-    """The source text of a call's arguments, the member `key` of the object in `text`; None if they are no
+    """The source text of a call's arguments, the member `key` of the object in `text`. None if they are no
     object.
 
-    For arguments written as a string that contains an object (as models trained on doubly encoded calls do),
-    the text of that object, as the harness would parse it.
+    Arguments may be written as a string that contains an object, as models do that were trained on doubly
+    encoded calls. The result is then the text of that object, as the harness would parse it.
     """
     match value[key]:
         case dict():
@@ -79,20 +81,20 @@ def arguments_of(value: Mapping[str, Json], text: str, key: str) -> str | None:
 
 def _check(value: Json, text: str) -> None:
     if "\\u" in text:
-        # JSON can spell half a surrogate pair, which is not text
+        # JSON can spell half a surrogate pair, which is no text.
         json.dumps(value, ensure_ascii=False).encode()
 
 
 def _source(text: str, name: str) -> str:
-    """The exact text of one member's value in an object already known to be well formed."""
+    """The exact text of one member's value in an object that is known to be well formed."""
     at = text.index("{") + 1
     while True:
         key, at = _DECODER.raw_decode(text, _skip(text, at))
-        start = _skip(text, _skip(text, at) + 1)  # over the colon
+        start = _skip(text, _skip(text, at) + 1)  # skips the colon
         _, end = _DECODER.raw_decode(text, start)
         if key == name:
             return text[start:end]
-        at = _skip(text, end) + 1  # over the comma
+        at = _skip(text, end) + 1  # skips the comma
 
 
 def _skip(text: str, at: int) -> int:
@@ -129,11 +131,11 @@ _DECODER: Final = json.JSONDecoder(
 
 @frozen(eq=False)
 class CallBody:
-    """The text between a call's marks. `marks`: where control tokens begin in it; `control`: the
-    control strings of this model.
+    """The text between the marks of a call. `marks` are the places where control tokens begin in it;
+    `control` are the control strings of this model.
 
-    `separator` is the spelling of the family's control token between a call's head and its arguments,
-    empty where it has none.
+    `separator` is the text of the family's control token between a call's head and its arguments; empty if it
+    has none.
     """
 
     text: str
@@ -142,7 +144,7 @@ class CallBody:
     separator: str = ""
 
     def find(self, tag: str, start: int, end: int | None = None) -> int:
-        """The position of the next such tag, -1 if there is none before the end."""
+        """The position of the next such tag; -1 if there is none before the end."""
         at = self.text.find(tag, start, end)
         while at >= 0 and not self._means(tag, at):
             at = self.text.find(tag, at + 1, end)
@@ -182,13 +184,13 @@ class Cursor:
             self.at += 1
 
     def take(self, tag: str) -> bool:
-        """Skip a tag if it is next; returns whether it was."""
+        """Skip a tag if it is next. Returns whether it was."""
         here = self.body.has(tag, self.at)
         self.at += len(tag) if here else 0
         return here
 
     def until(self, tag: str) -> str | None:
-        """The text before the next such tag; moves after the tag. None if there is none, or the tag is
+        """The text before the next such tag; moves after the tag. None if there is no such tag or the tag is
         empty.
         """
         end = self.body.find(tag, self.at) if tag else -1
@@ -200,7 +202,7 @@ class Cursor:
 
 @frozen
 class Spot:
-    """How much a region held at one time, to go back to."""
+    """How much a region held at one time, to which it can be restored."""
 
     pieces: int
     size: int
@@ -210,10 +212,10 @@ class Spot:
 
 @define(eq=False)
 class Region:
-    """Held-back text while it is read, with the places of its control tokens and the logprobs of the tokens
-    that wrote it.
+    """Text that is held back while it is read, with the places of its control tokens and the logprobs of the
+    tokens that wrote it.
 
-    The first `hidden` characters are the prompt's, not the sample's, and are never shown.
+    The first `hidden` characters are from the prompt, not the sample, and are never shown.
     """
 
     logprobs: list[TokenLogprob] = field(factory=list)
@@ -234,7 +236,7 @@ class Region:
         self._size = self.hidden = 0
 
     def hide(self) -> None:
-        """Mark what is held so far as part of the prompt: it is read with the rest and not shown."""
+        """Mark what is held so far as part of the prompt. It is read with the rest, but not shown."""
         self.hidden = self._size
 
     @property
@@ -243,12 +245,12 @@ class Region:
         return Spot(len(self._pieces), self._size, len(self._marks), len(self.logprobs))
 
     def back(self, spot: Spot) -> None:
-        """Hold only what was held then."""
+        """Restore what was held at that time."""
         del self._pieces[spot.pieces :], self._marks[spot.marks :], self.logprobs[spot.logprobs :]
         self._size = spot.size
 
     def since(self, spot: Spot) -> list[tuple[str, bool]]:
-        """The pieces that were added since, and whether each was sampled as a control token."""
+        """The pieces added since then, and for each whether it was sampled as a control token."""
         at, marks, pieces = spot.size, set(self._marks[spot.marks :]), []
         for piece in self._pieces[spot.pieces :]:
             pieces.append((piece, at in marks and bool(piece)))
@@ -261,7 +263,7 @@ class Region:
 
     @property
     def shown(self) -> str:
-        """The sample's own part."""
+        """The part that belongs to the sample."""
         return self.text[self.hidden :]
 
     def body(self, *, control: Container[str], separator: str, start: int) -> CallBody:

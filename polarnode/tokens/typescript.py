@@ -1,8 +1,8 @@
-"""Tools as TypeScript, the way in which Kimi K2.5's and K2.6's prompts declare them.
+"""Tools as TypeScript, as the prompts of Kimi K2.5 and K2.6 declare them.
 
-The checkpoint's own code writes this text and hands it to the chat template as `tools_ts_str`; that code is
-not run here. Where it fails at a schema, its prompts have the tools as JSON, and so have ours: `typescript`
-is then None. Compared with PrimeIntellect's `renderers` in `tests/tokens/test_tokens_typescript.py`.
+The checkpoint's own code writes this text and hands it to the chat template as `tools_ts_str`. That code is
+not run here. If it fails at a schema, its prompts show the tools as JSON, and so do this node's: `typescript`
+is then None. `tests/tokens/test_tokens_typescript.py` compares the text with PrimeIntellect's `renderers`.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-TYPESCRIPT: Final = "tools_ts_str"  # the template's name for it
+TYPESCRIPT: Final = "tools_ts_str"  # the template's variable for this text
 _STEP: Final = "  "
 _UNIONS: Final = {
     "string": "string",
@@ -37,7 +37,7 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
 
 
 def typescript(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """The declaration of tools; None for those that it has no words for."""
+    """The declarations of tools. None if one of them cannot be expressed."""
     try:
         functions = [_function(tool["function"]) for tool in tools if tool.get("function")]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -49,7 +49,9 @@ def typescript(tools: Sequence[Mapping[str, Any]]) -> str | None:
 
 @define
 class _Known:
-    """What a function's schemas refer to."""
+    """The definitions to which a function's schemas refer. `itself`: a schema refers to the parameters as a
+    whole.
+    """
 
     definitions: dict[str, Any] = field(factory=dict)
     itself: bool = False
@@ -57,7 +59,7 @@ class _Known:
 
 @frozen
 class _Type:
-    """A schema. `write` gives its text at an indentation; `limits` are shown as comments."""
+    """A schema. `write` gives its text at an indentation. `limits` are shown as comments."""
 
     write: Callable[[str], str]
     description: str = ""
@@ -139,7 +141,8 @@ def _array(item: _Type, indent: str) -> str:
     return f"Array<\n{comments}{inner}{item.write(inner)}\n{indent}>"
 
 
-_Member = tuple[str, bool, Callable[[str], str]]  # its name, whether it may be left out, its text
+# a member's name, whether it may be left out, and the function that writes it
+_Member = tuple[str, bool, Callable[[str], str]]
 
 
 def _members(schema: Mapping[str, Any], known: _Known) -> list[_Member]:
@@ -194,7 +197,7 @@ def _reference(target: str, known: _Known) -> str:
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
-    """The values of an enum. ValueError for those of another type than it says."""
+    """The values of an enum. Raises ValueError for values of another type than the schema says."""
     kind = schema.get("type")
     if isinstance(kind, list):
         others = [each for each in kind if each != "null"] or kind

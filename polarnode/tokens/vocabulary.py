@@ -1,16 +1,16 @@
 """A tokenizer's vocabulary: its control tokens, the exact bytes of its tokens, and `tiktoken.model` files.
 
-A control token is one that a text cannot become: it stands in a prompt only where the template wrote it.
-Some tokenizers also list ordinary text as added tokens (Gemma: runs of newlines, HTML tags). When in doubt a
-token is a control token, for then no client can write it.
+A control token is one that a text cannot become: it is in a prompt only where the template wrote it. Some
+tokenizers also list ordinary text as added tokens (Gemma: runs of newlines, HTML tags). In case of doubt a
+token counts as a control token, because then no client can write it.
 
-Vocabularies spell bytes in two ways: byte-level ones have a letter for each byte; SentencePiece's write
-U+2581 for a space and have a token `<0xAB>` for each byte that no other token spells. Every byte has a token,
-so no client text is lost.
+Vocabularies spell bytes in two ways. Byte-level ones have a letter for each byte. SentencePiece's write
+U+2581 for a space, and have a token `<0xAB>` for each byte that no other token spells. Every byte has a
+token, so no client text is lost.
 
-`tiktoken.model` (Kimi) has ranks of byte strings and a pattern in the checkpoint's own code. That code is
-read and never run; what cannot be read with certainty is refused, because a wrong pattern cuts texts wrongly
-and nothing would show it.
+`tiktoken.model` (Kimi) has ranks of byte strings, and its pattern is in the checkpoint's own code. That code
+is read and never run. What cannot be read with certainty is refused, because a wrong pattern would split
+texts wrongly without any visible sign.
 """
 
 import ast
@@ -31,8 +31,8 @@ from polarnode.core.errors import ModelError, boundary
 def ordinary(
     vocabulary: Mapping[str, int], added: Mapping[int, AddedToken], template: str
 ) -> dict[int, AddedToken]:
-    """The added tokens that are text: those in the vocabulary itself that are neither marked special
-    nor named by the template (which may name a newline).
+    """The added tokens that are ordinary text: they are in the vocabulary itself, and are neither marked
+    special nor named by the template (which may name a newline).
     """
     return {
         number: token
@@ -44,11 +44,11 @@ def ordinary(
 
 
 def check_flags(control: Mapping[int, AddedToken], normalizer: Any, written: str) -> None:
-    """ModelError unless control strings mean exactly themselves in what a template writes; a render
-    could not be split on them otherwise.
+    """Raise ModelError unless control strings mean exactly themselves in what a template writes, because
+    otherwise a render could not be split on them.
 
-    `written` is the template's source and what it renders. A flag of a token that never occurs there
-    has no effect.
+    `written` is the template's source and what it renders. A flag of a token that never occurs there has no
+    effect.
     """
     for token in control.values():
         swallows = token.lstrip or token.rstrip or token.single_word
@@ -69,19 +69,19 @@ def _stays(text: str, normalizer: Any) -> bool:
 
 Kind = Literal["byte-level", "SentencePiece"]
 
-SPACE: Final = "\u2581"  # what SentencePiece writes for a space
+SPACE: Final = "\u2581"  # SentencePiece writes this for a space
 _BYTE_TOKENS: Final = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 _SPELLING_DECODER: Final = [
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
-# of a text's first space, which the token contains
+# removes the first space of a text, which the token contains
 _STRIP: Final = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def kind_of(backend: Tokenizer) -> Kind:
-    """How a tokenizer's vocabulary spells bytes, judged by its decoder. ModelError for an unknown
+    """How a tokenizer's vocabulary spells bytes, judged by its decoder. Raises ModelError for an unknown
     spelling.
     """
     decoder = {} if backend.decoder is None else state(backend.decoder)
@@ -108,7 +108,7 @@ def _falls_back(model: Any) -> bool:
 
 
 def spell(kind: Kind, vocabulary: Mapping[str, int]) -> dict[int, bytes]:
-    """The bytes of every token. ModelError where one spells no bytes, or a byte has no token."""
+    """The bytes of every token. Raises ModelError if a token spells no bytes or a byte has no token."""
     spelled = _lettered(vocabulary) if kind == "byte-level" else _pieced(vocabulary)
     covered = (
         set(spelled.values()) if kind == "byte-level" else {_BYTE_TOKENS.get(token) for token in vocabulary}
@@ -120,7 +120,7 @@ def spell(kind: Kind, vocabulary: Mapping[str, int]) -> dict[int, bytes]:
 
 
 def state(part: Any) -> dict[str, Any]:
-    """A tokenizer's part as its JSON; the whole tokenizer's would be megabytes."""
+    """A part of a tokenizer as its JSON. The JSON of the whole tokenizer would be megabytes."""
     value: dict[str, Any] = json.loads(part.__getstate__())
     return value
 
@@ -143,8 +143,8 @@ def _pieced(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter of each byte in a byte-level vocabulary: printable ones for themselves, the others from
-    U+0100 on, in order.
+    """The letter of each byte in a byte-level vocabulary. Printable bytes stand for themselves; the others
+    have the letters from U+0100 on, in order.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -157,8 +157,9 @@ RANKS: Final = "tiktoken.model"
 _REMEDY: Final = (
     "load it once with transformers (trust_remote_code=True) and save it as tokenizer.json into the folder"
 )
-_RENDERS: Final = "tools = deep_sort_dict(tools)"  # all that Kimi K2's own code does before the template
-# what K2.5's speaks of besides: it writes tools as TypeScript, which `typescript` does
+# This is all that Kimi K2's own code does before the template.
+_RENDERS: Final = "tools = deep_sort_dict(tools)"
+# The names that K2.5's code uses as well. It writes tools as TypeScript, which `typescript` does here.
 _DECLARES: Final = frozenset(
     ("tools", "tools_ts_str", "encode_tools_to_typescript_style", "kwargs", "Exception", "e", "print")
 )
@@ -166,7 +167,7 @@ _DECLARES: Final = frozenset(
 
 @frozen(kw_only=True)
 class Ranked:
-    """A converted tokenizer; `sorts_tools`: the checkpoint's code sorts the keys of tools before the template
+    """A converted tokenizer. `sorts_tools`: the checkpoint's code sorts the keys of tools before the template
     sees them.
     """
 
@@ -176,7 +177,7 @@ class Ranked:
 
 
 def read_ranks(path: Path) -> Ranked:
-    """The tokenizer of a folder with `tiktoken.model`. ModelError for one whose code is not understood."""
+    """The tokenizer of a folder with `tiktoken.model`. Raises ModelError if its code is not understood."""
     with boundary(ModelError, f"the tokenizer of {RANKS} cannot be read; {_REMEDY}"):
         config = json.loads((path / "tokenizer_config.json").read_text())
         ranks = _ranks((path / RANKS).read_bytes())
@@ -193,7 +194,9 @@ def _ranks(text: bytes) -> dict[bytes, int]:
 
 
 def _code_of(config: dict[str, Any]) -> str:
-    """The module that `auto_map` names, beside the config: `tokenization_kimi.TikTokenTokenizer`."""
+    """The file of the module that `auto_map` names, as in `tokenization_kimi.TikTokenTokenizer`. It is beside
+    the config.
+    """
     module = config["auto_map"]["AutoTokenizer"][0].split(".")[0]
     if not module.isidentifier():
         raise ValueError(f"{module!r} is no module beside it")
@@ -201,7 +204,7 @@ def _code_of(config: dict[str, Any]) -> str:
 
 
 def _pattern(code: ast.Module) -> str:
-    """The one pattern assigned to `pat_str`, written as a constant or as constants joined by `|`."""
+    """The single pattern assigned to `pat_str`, written as a constant or as constants joined by `|`."""
     found = [
         node.value
         for node in ast.walk(code)
@@ -224,7 +227,9 @@ def _pattern(code: ast.Module) -> str:
 
 
 def _sorts_tools(code: ast.Module) -> bool:
-    """Whether its code sorts tools; ModelError where it does anything else before a prompt is rendered."""
+    """Whether the checkpoint's code sorts tools. Raises ModelError if it does anything else before a prompt
+    is rendered.
+    """
     functions = [
         node
         for node in ast.walk(code)
@@ -258,7 +263,7 @@ def _converted(ranks: dict[bytes, int], pattern: str, added: dict[int, str]) -> 
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # as the checkpoint's code does
+    # The checkpoint's code names unlisted ids like this.
     names = [
         added.get(number, f"<|reserved_token_{number}|>") for number in range(len(ranks), max(added) + 1)
     ]
@@ -268,7 +273,7 @@ def _converted(ranks: dict[bytes, int], pattern: str, added: dict[int, str]) -> 
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Every way to merge two tokens into one, in the tokens' order, because tiktoken merges any two
+    """Every way to merge two tokens into one, in the order of the tokens, because tiktoken merges any two
     neighbours that form a token.
     """
     for token, _ in sorted(ranks.items(), key=lambda item: item[1]):

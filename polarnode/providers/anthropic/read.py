@@ -1,10 +1,10 @@
-"""Anthropic Messages: a request as a conversation, its tools and its sampling.
+"""Anthropic Messages: read a request as a conversation with its tools and its sampling.
 
 The order of a user message's blocks is kept, and a tool result becomes a message of its own. Consecutive
-assistant messages are one turn, as this API defines (an echoed answer may come back split); user and system
-messages stay one to one, so that an append-only history stays append-only. The same block is the same text
-wherever it stands; a tool that is referred to later is described at that place, because the list at the head
-must not change. `is_error` adds nothing: harnesses report the error in the result's text.
+assistant messages are one turn, as this API defines, because an echoed answer may come back split. User and
+system messages stay one to one, so that an append-only history stays append-only. The same block becomes the
+same text wherever it stands. A deferred tool is described where a result refers to it, because the tool list
+at the head must not change. `is_error` adds nothing: harnesses report the error in the result's text.
 
 An unknown field is never a reason to refuse, because Claude Code answers a 400 by changing its prompt.
 """
@@ -77,7 +77,7 @@ NO_TOOLS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def describe_tool(tool: Tool) -> str:
-    """A tool as text, in the form most chat templates use in the system prompt."""
+    """A tool as text, in the form that most chat templates use in the system prompt."""
     return compact(
         {
             "type": "function",
@@ -91,7 +91,7 @@ def describe_tool(tool: Tool) -> str:
 
 
 def textual(block: TextualBlock) -> str:
-    """A block's text; a document or a search result with its title before it."""
+    """The text of a block. A document or a search result has its title before it."""
     match block:
         case TextBlock():
             return block.text
@@ -125,7 +125,9 @@ def _result_part(part: ResultPart, later: Mapping[str, str]) -> str:
 
 
 def _document(block: DocumentBlock, shown: Callable[[TextBlock | None, str], str]) -> str:
-    """A document with its title before it; `shown` is given its texts, and the kinds of what is no text."""
+    """A document with its title before it. `shown` returns the text for each of its parts: it gets a text
+    block, or None and the kind of a part that is not text.
+    """
     source = block.source
     parts: tuple[TextBlock | UnseenBlock, ...] = ()
     match source:
@@ -140,14 +142,14 @@ def _document(block: DocumentBlock, shown: Callable[[TextBlock | None, str], str
 
 
 def told(text: TextBlock | None, kind: str) -> str:
-    """A part of a user's message, which refuses, with a path, what is no text."""
+    """The text of a part of a user's message. Raises Refused for a part that is not text."""
     if text is None:
         raise not_text(kind)
     return text.text
 
 
 def described(text: TextBlock | None, kind: str) -> str:
-    """A part of a tool's result, or beside one."""
+    """The text of a part of a tool's result, or of a part beside one. Media are replaced by a placeholder."""
     return unseen(kind) if text is None else as_unseen(text.text)
 
 
@@ -160,8 +162,9 @@ def messages(
     later: Mapping[str, str] = NO_TOOLS,
     parts: ReadParts | None = None,
 ) -> tuple[Message, ...]:
-    """The whole conversation: the system prompt first, if there is one. `later` are the deferred tools,
-    described where a result refers to them. `parts` are those that its session sent before.
+    """The whole conversation, the system prompt first if there is one. `later` maps deferred tools to their
+    descriptions, which are shown where a result refers to the tool. `parts` caches the parts of the session's
+    earlier requests.
     """
     head = paragraphs(without_lines(text) for text in _texts(system))
     found = (Message(role="system", text=head),) if head else ()
@@ -174,7 +177,7 @@ def messages(
 
 
 def volatile(system: SystemContent) -> bool:
-    """Whether the system prompt has a line that is dropped."""
+    """Whether the system prompt has a line that is removed."""
     return any(without_lines(text) != text for text in _texts(system))
 
 
@@ -198,7 +201,7 @@ def referenced(shapes: Iterable[MessageShape]) -> frozenset[str]:
 
 
 def foreign(shapes: Iterable[MessageShape], parts: ReadParts | None = None) -> Iterator[str]:
-    """The paths of blocks left by another server's own tools."""
+    """The paths of blocks that the own tools of another server left."""
     for place, found in enumerate((parts or ReadParts()).convert(shapes, _foreign_blocks)):
         for index in found:
             yield f"$.messages[{place}].content[{index}]"
@@ -210,7 +213,7 @@ def _foreign_blocks(shape: MessageShape) -> tuple[int, ...]:
 
 
 def _alone(shape: MessageShape) -> tuple[Message, ...]:
-    """The messages of a shape where no tool is deferred."""
+    """The messages of a shape in a request without deferred tools."""
     return tuple(_message(shape, NO_TOOLS))
 
 
@@ -242,9 +245,9 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
     if isinstance(content, str):
         content = (TextBlock("text", content),)
     if not content:
-        yield Message(role="user")  # one message per entry, even for an empty one
+        yield Message(role="user")  # There is one message per entry, even for an empty one.
     texts: list[str] = []
-    # what is no text is described beside a result, and refused where there is none
+    # A part that is not text is described if the message has a tool result, and refused if it has none.
     shown = described if any(isinstance(block, ToolResultBlock) for block in content or ()) else told
     for block in content or ():
         match block:
@@ -265,7 +268,7 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
                     call_id=inward(block.tool_use_id or "") or None,
                 )
             case ServerBlock():
-                pass  # reported among the unused paths
+                pass  # These blocks are reported among the unused paths.
             case _:
                 assert_never(block)
     yield from _flushed(texts)
@@ -299,10 +302,10 @@ def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
             case NotTextBlock():
                 raise not_text(block.type)
             case ServerBlock():
-                pass  # named among what is not used
+                pass  # These blocks are reported among the unused paths.
             case _:
                 assert_never(block)
-    # Joined like the parts in `Answer.text` and `Answer.thinking`.
+    # The parts are joined as in `Answer.text` and `Answer.thinking`.
     return Message(
         role="assistant",
         text="".join(texts),
@@ -338,8 +341,8 @@ def read(
     counting: bool,
     parts: ReadParts | None = None,
 ) -> ModelRequest:
-    """Read a Messages body, or (`counting`) a count_tokens body. Raises Refused with the path of the
-    field.
+    """Read a Messages body, or the body of a count_tokens request (`counting`). Raises Refused with the path
+    of the field.
     """
     parts = parts or ReadParts()
     request, unknown = read_body(body, MessagesRequest, parts)
@@ -377,8 +380,8 @@ def read(
 
 @frozen(kw_only=True)
 class _Listed:
-    """The tools in the prompt's head; those described where a result refers to them; and the paths of those
-    the model never sees.
+    """The tools in the prompt's head, those that are described where a result refers to them, and the paths
+    of those that the model never sees.
     """
 
     tools: tuple[Tool, ...]
@@ -387,8 +390,8 @@ class _Listed:
 
 
 def _tools(request: MessagesRequest, parts: ReadParts) -> _Listed:
-    """A deferred tool is never in the head's list, loaded or not: that list would change in the middle of a
-    conversation.
+    """Read the tools. A deferred tool is never in the list at the head, loaded or not, because that list
+    would change in the middle of a conversation.
     """
     shapes = request.tools or ()
     if any(shape.defer_loading for shape in shapes):
@@ -397,7 +400,7 @@ def _tools(request: MessagesRequest, parts: ReadParts) -> _Listed:
 
 
 def _listed(shapes: tuple[ToolShape, ...], loaded: frozenset[str] = frozenset()) -> _Listed:
-    """The tools in a list; `loaded` are those of the deferred ones that a result refers to."""
+    """Divide a list of tools. `loaded` names the deferred tools to which a result refers."""
     tools: list[Tool] = []
     later: list[Tool] = []
     ignored: list[str] = []
@@ -466,7 +469,7 @@ def _constraint(request: MessagesRequest) -> Constraint | None:
 
 
 def _unused(request: MessagesRequest) -> Iterator[str]:
-    """The paths of what was read, or could be, but has no effect."""
+    """The paths of fields that were read, or could be, but have no effect."""
     if request.thinking is not None and request.thinking.budget_tokens is not None:
         yield "$.thinking.budget_tokens"
     if request.output_config is not None and request.output_config.effort is not None:
@@ -483,7 +486,7 @@ def _remarks(request: MessagesRequest, others: tuple[str, ...]) -> Iterator[str]
 
 
 def _extras(request: MessagesRequest) -> dict[str, Json]:
-    """Whether the client wants only the signatures of thinking, not its text."""
+    """Whether the client wants only the signatures of thinking and not its text."""
     return (
         {"thinking": "omitted"}
         if request.thinking is not None and request.thinking.display == "omitted"

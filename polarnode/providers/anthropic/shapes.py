@@ -1,9 +1,9 @@
 """Anthropic Messages: the accepted JSON, as attrs classes. Unknown fields (`cache_control`, `citations`,
 betas) are accepted and not read.
 
-Content that the model would have to see and cannot (images, PDFs, files elsewhere) is refused as it is read.
-Blocks of tools that run on Anthropic's machines (`ServerBlock`, a tool without an `input_schema`) are dropped
-by the reader.
+Content that the model would have to see but cannot (images, PDFs, files stored elsewhere) is refused when it
+is read. Blocks of tools that run on Anthropic's machines (`ServerBlock`, a tool without an `input_schema`)
+are dropped by the reader.
 """
 
 from typing import Any, Literal
@@ -50,8 +50,8 @@ class SearchResultBlock:
 
 @frozen
 class ThinkingBlock:
-    """`signature` is this node's, echoed; clients that accept unsigned thinking send it empty or not at
-    all.
+    """`signature` is this node's, echoed. Clients that accept unsigned thinking send it empty or
+    not at all.
     """
 
     type: Literal["thinking"]
@@ -67,7 +67,7 @@ class RedactedThinkingBlock:
 
 @frozen
 class ToolUseBlock:
-    """`input` is an object; harnesses that received broken JSON send its text."""
+    """`input` is an object. Harnesses that received broken JSON send its text instead."""
 
     type: Literal["tool_use"]
     name: str
@@ -77,7 +77,7 @@ class ToolUseBlock:
 
 @frozen
 class ServerBlock:
-    """A tool that ran on another server, or its result. No answer of this node has one."""
+    """A tool that ran on another server, or its result. Answers of this node have no such block."""
 
     type: Literal[
         "server_tool_use",
@@ -97,7 +97,7 @@ class ServerBlock:
 
 @frozen
 class ToolReferenceBlock:
-    """Inside a tool result: from here on the model knows this deferred tool."""
+    """This block is inside a tool result. From there on the model knows this deferred tool."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -105,7 +105,9 @@ class ToolReferenceBlock:
 
 @frozen
 class UnseenBlock:
-    """What is no text. It is described inside a tool result and beside one. `audio` is a part of MCP's."""
+    """A block that is not text. It is described inside a tool result and beside one. `audio` is a part of
+    MCP.
+    """
 
     type: Literal["image", "audio", "container_upload", "browser_state"]
 
@@ -119,7 +121,7 @@ class UnseenSource:
 
 @frozen
 class ContentSource:
-    """The blocks of a document, pictures among them."""
+    """The blocks of a document. Some of them may be pictures."""
 
     type: Literal["content"]
     content: str | tuple[TextBlock | UnseenBlock, ...]
@@ -152,7 +154,9 @@ SystemContent = str | tuple[TextBlock, ...] | None
 
 @frozen
 class UserMessage:
-    """What the model cannot see is refused, but described beside a tool's result, whose part it is."""
+    """Blocks that the model cannot see are refused. Beside a tool's result, to which they belong, they are
+    described instead.
+    """
 
     role: Literal["user"]
     content: str | tuple[UserBlock, ...] | None = None
@@ -166,7 +170,7 @@ class UserMessage:
 
 
 def _check_seen(block: UserBlock, path: str) -> None:
-    """Raise Refused, with its path, for what the model cannot see."""
+    """Raise Refused, with its path, for a block that the model cannot see."""
     if isinstance(block, UnseenBlock):
         raise Refused(str(not_text(block.type)), path=path)
     source = block.source if isinstance(block, DocumentBlock) else None
@@ -186,7 +190,7 @@ class AssistantMessage:
 
 @frozen
 class SystemMessage:
-    """Not in the public API, but Claude Code sends it in the middle of a conversation."""
+    """This message is not in the public API, but Claude Code sends it in the middle of a conversation."""
 
     role: Literal["system"]
     content: SystemContent = None
@@ -197,7 +201,7 @@ MessageShape = UserMessage | AssistantMessage | SystemMessage
 
 @frozen
 class ToolShape:
-    """`defer_loading`: the tool is shown to the model only when a tool result refers to it."""
+    """`defer_loading`: the model is shown the tool only when a tool result refers to it."""
 
     name: str | None = None
     type: str | None = None
@@ -221,8 +225,8 @@ class NamedChoice:
 
 @frozen
 class ThinkingConfigShape:
-    """`adaptive` lets the model decide, which is a chat template's default. `display`: whether thinking is
-    shown to the client.
+    """`adaptive` lets the model decide, which is the default of a chat template. `display` says whether
+    thinking is shown to the client.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -249,7 +253,7 @@ class OutputConfig:
 
 @frozen(kw_only=True)
 class MessagesRequest:
-    """The body. `max_tokens` is required except for counting, so the reader checks it."""
+    """The body. `max_tokens` is required, except for counting, so the reader checks it."""
 
     model: str
     messages: tuple[MessageShape, ...] = field(validator=some)
@@ -258,7 +262,7 @@ class MessagesRequest:
     tool_choice: AnyChoice | NamedChoice | None = None
     thinking: ThinkingConfigShape | None = None
     output_config: OutputConfig | None = None
-    output_format: FormatShape | None = None  # the name of `output_config.format` in its beta
+    output_format: FormatShape | None = None  # the beta's name for `output_config.format`
     mcp_servers: tuple[Json, ...] | None = None
     max_tokens: int | None = field(default=None, validator=at_least(1))
     stop_sequences: tuple[str, ...] | None = field(default=None, validator=no_empty_strings)

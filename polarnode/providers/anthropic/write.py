@@ -1,15 +1,15 @@
 """Anthropic Messages: answers, whole or as events, errors, and the spelling of tool-call ids.
 
 This node makes ids as `call_…` and shows them to this API's clients as `toolu_…`. Both directions are here,
-so that an echoed id is exactly the one that was made and signed. Other ids (another server's history) pass
-unchanged.
+so that an echoed id is exactly the one that was made and signed. Other ids (from the history of another
+server) pass unchanged.
 
 Claude Code acts on the status of an error: it retries 429, 5xx, 529, 408, 409 and 401 ten times over three
-minutes, ends on 413, and on any other 400 drops features one by one, which changes the prompt.
+minutes, and ends on 413. On any other 400 it drops features one by one, which changes the prompt.
 
-Every event has its `event:` line (without it Claude Code reads nothing and repeats the request). A tool's
-input comes only as `input_json_delta` (input in the block's start is ignored and the tool called with {}).
-Every thinking block is signed before it stops.
+Every event has its `event:` line; without it Claude Code reads nothing and repeats the request. A tool's
+input comes only as `input_json_delta`; input in the block's start would be ignored and the tool called with
+{}. Every thinking block is signed before it stops.
 """
 
 from collections.abc import Sequence
@@ -64,8 +64,8 @@ def inward(tool_use_id: str) -> str:
 
 
 def fault_row(kind: FaultKind) -> FaultRow:
-    """Status and `error.type`. 529 is this API's status for overload. It has no type for 410;
-    `not_found_error` is the nearest that no client retries.
+    """Status and `error.type`. 529 is this API's status for overload. The API has no type for 410;
+    `not_found_error` is the nearest type that no client retries.
     """
     match kind:
         case "bad_request" | "context_too_long" | "budget_spent":
@@ -91,8 +91,8 @@ def fault_row(kind: FaultKind) -> FaultRow:
 
 
 def message(fault: Fault) -> str:
-    """The fault's message with its path, as this API has no field for it; a long context in the words that
-    Claude Code compacts on.
+    """The fault's message with its path, because this API has no field for the path. For a context that is
+    too long it has the words on which Claude Code compacts.
     """
     if fault.kind == "context_too_long" and fault.limit is not None and fault.prompt_tokens is not None:
         return f"prompt is too long: {fault.prompt_tokens} tokens > {fault.limit} maximum"
@@ -112,8 +112,8 @@ def error(fault: Fault) -> Reply:
 
 
 def stop_reason(call: ModelCallInfo, answer: Answer) -> str:
-    """The stop reason. A sample cut by an abort is reported as `max_tokens`: both mean that the answer is
-    incomplete.
+    """The stop reason. A sample that an abort cut is reported as `max_tokens`, because both mean that the
+    answer is incomplete.
     """
     if call.cut(answer):
         return "max_tokens"
@@ -128,7 +128,7 @@ def _stop(call: ModelCallInfo, answer: Answer) -> dict[str, Json]:
 
 
 def usage_json(usage: Usage) -> dict[str, Json]:
-    """`input_tokens` are those not read from the cache, as in this API."""
+    """The usage. `input_tokens` are those not read from the cache, as in this API."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,  # this node bills no cache writes
@@ -139,10 +139,10 @@ def usage_json(usage: Usage) -> dict[str, Json]:
 
 
 def arguments_json(arguments: str) -> Json:
-    """A call's input: the sampled text verbatim, inserted into the body unparsed, so that no number is
-    rounded and no nesting is too deep.
+    """The input of a call. The sampled text is inserted into the body verbatim and unparsed, so that no
+    number is rounded and no nesting is too deep.
 
-    Text that is not JSON is sent as a string: the harness's own check of its tool's input then reports the
+    Text that is not JSON is sent as a string. The harness's own check of its tool's input then reports the
     error to the model.
     """
     try:
@@ -153,8 +153,8 @@ def arguments_json(arguments: str) -> Json:
 
 
 def shows_thinking(call: ModelCallInfo) -> bool:
-    """Whether the client wants the text of thinking; else each thinking block holds only its signature, as in
-    this API.
+    """Whether the client wants the text of thinking. If not, each thinking block holds only its signature, as
+    in this API.
     """
     return call.request.extras.get("thinking") != "omitted"
 
@@ -196,14 +196,14 @@ def _event(kind: str, **fields: Json) -> bytes:
 
 @define(eq=False)
 class MessageStream:
-    """One answer as events. Blocks are numbered as they open; at most one is open, and a delta of another
+    """One answer as events. Blocks are numbered as they open. At most one is open, and a delta of another
     kind closes it.
     """
 
     call: ModelCallInfo
     content_type: str = STREAM_TYPE
     started: bool = False
-    shown: bool = False  # something a client keeps (text, a call) is sent
+    shown: bool = False  # whether something was sent that a client keeps (text, a call)
     open: Literal["text", "thinking"] | None = None
     index: int = 0
 
@@ -233,7 +233,7 @@ class MessageStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """A ping: this API allows it anywhere, and its SDKs drop it before they check the order of events."""
+        """A ping. This API allows it anywhere, and its SDKs drop it before they check the order of events."""
         return _event("ping")
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -246,9 +246,10 @@ class MessageStream:
         )
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
-        """Break the connection while nothing is shown: Claude Code then repeats the request, streamed. Later
-        it would keep the partial text and add a message about it, so an `error` event makes it drop the
-        partial text and repeat the request without streaming. A refusal is always reported by that event.
+        """Break the connection as long as nothing is shown: Claude Code then repeats the request, streamed.
+        Later it would keep the partial text and add a message about it, so it gets an `error` event, on which
+        it drops the partial text and repeats the request without streaming. A refusal is always reported by
+        that event.
         """
         report = event(error_body(fault), name="error")
         if fault.kind == "bad_request":
@@ -256,7 +257,7 @@ class MessageStream:
         return report if self.shown else None
 
     def _begun(self) -> bytes:
-        # empty when `start` was called, as usual
+        # This is empty if `start` was called, as usual.
         return self.start(prompt_tokens=0, cached_tokens=0)
 
     def _in_block(self, kind: Literal["text", "thinking"]) -> bytes:

@@ -1,18 +1,18 @@
-"""Google generateContent: a request as a conversation, its tools and its sampling.
+"""Google generateContent: read a request as a conversation with its tools and its sampling.
 
 The order of a user content's parts is kept, and a functionResponse becomes a message of its own. Consecutive
-model contents are one turn (the SDK's chats keep every chunk of a stream as a content); user contents stay
-one to one, so that an append-only history stays append-only. A result answers the call of its id, else the
-first open call of its name.
+model contents are one turn, because the SDK's chats keep every chunk of a stream as a content. User contents
+stay one to one, so that an append-only history stays append-only. A result answers the call with its id, else
+the first open call with its name.
 
 Google's schema language (a subset of OpenAPI 3.0 with types in capitals) becomes JSON Schema, which templates
-show and engines enforce. The client's key order is kept, because a prompt is made of it; JSON Schema passes
+show and engines enforce. The client's key order is kept, because the prompt shows it. JSON Schema passes
 unchanged. Both languages are accepted in every field: many clients write JSON Schema into `parameters`, and
 Gemini CLI's router writes types in capitals into `responseJsonSchema`.
 
-Tools that run on Google's servers (googleSearch, codeExecution, urlContext …) are never shown to the model
-and reported as ignored; so is every unknown field. The model's name and whether to stream come from the path,
-through the envelope.
+Tools that run on Google's servers (googleSearch, codeExecution, urlContext …) are never shown to the model,
+and are reported as ignored, as is every unknown field. The model's name, and whether to stream, come from the
+path, through the envelope.
 """
 
 import re
@@ -81,8 +81,8 @@ _ROLES = {
     "assistant": "model",
     "system": "system",
 }
-# Google's rule for a result: the whole object, unless its output is under one of these names. `result` is
-# written by the automatic calling of its SDKs.
+# Google's rule for a result is to show the whole object, unless its output is under one of these names. The
+# automatic calling of Google's SDKs writes `result`.
 _OUTPUTS = ("output", "result")
 
 RAN_CODE = "code that Google's servers ran is shown as text: nothing runs it here"
@@ -109,10 +109,10 @@ def messages(system: Content | str | None, drafts: Iterable["Draft"]) -> tuple[M
 
 @frozen(kw_only=True)
 class Draft:
-    """A content's messages but for what its place decides: which calls its `results` answer, and the ids of
-    calls that have none of their own, without which a model's content has no messages yet, but its `parts`.
-    `refusal` says why it cannot be read, and where in it; `ran_code`, whether any part is code of Google's
-    own tool, or its output.
+    """The messages of a content, except for what depends on its place: which calls its `results` answer, and
+    the ids of calls that have none of their own. A model's content with such calls has no messages yet, but
+    its `parts`. `refusal` says why the content cannot be read, and where in it. `ran_code` says whether any
+    part is code of Google's own tool, or its output.
     """
 
     role: str | None
@@ -124,7 +124,7 @@ class Draft:
 
 
 def draft_of(content: Content) -> Draft:
-    """What a content is wherever it stands."""
+    """Read a content as far as its place does not matter."""
     shown, role = parts(content.parts), _ROLES.get(content.role)
     results = tuple(part.functionResponse for part in shown if part.functionResponse is not None)
     try:
@@ -137,8 +137,8 @@ def draft_of(content: Content) -> Draft:
 
 
 def _known_content(sent: dict[str, Json]) -> KnownPart | Json:
-    """As `known_content`, of which only the draft is kept: in a stream's history its parts hold every text a
-    second time.
+    """As `known_content`, but only the draft is kept, because the parts of a stream's history hold every text
+    a second time.
     """
     found = known_content(sent)
     if isinstance(found, KnownPart):
@@ -147,7 +147,7 @@ def _known_content(sent: dict[str, Json]) -> KnownPart | Json:
 
 
 def _alone(shown_parts: tuple[PartShape, ...], role: str | None) -> Iterator[Message]:
-    """A content's messages as far as they do not depend on its place."""
+    """The messages of a content as far as they do not depend on its place."""
     match _ROLES.get(role):
         case "user":
             yield from _user(shown_parts)
@@ -161,12 +161,12 @@ def _alone(shown_parts: tuple[PartShape, ...], role: str | None) -> Iterator[Mes
 
 
 def _user(shown_parts: tuple[PartShape, ...]) -> Iterator[Message]:
-    """A user's content: its texts and results in order. Media right after a result belongs to it, because
-    Gemini CLI puts the image that a tool read beside its functionResponse for models that it does not know;
-    as a message of its own it would stand between the results of parallel calls.
+    """A user's content: its texts and results in order. Media right after a result belongs to the result,
+    because Gemini CLI puts the image that a tool read beside its functionResponse for models that it does not
+    know. As a message of its own it would separate the results of parallel calls.
     """
     texts: list[str] = []
-    call_id: str | None = None  # of the call whose result the texts are; None for the user's own
+    call_id: str | None = None  # the id of the call whose result the texts are; None for the user's own texts
     for part in shown_parts:
         if (response := part.functionResponse) is not None:
             if texts:
@@ -180,7 +180,7 @@ def _user(shown_parts: tuple[PartShape, ...]) -> Iterator[Message]:
                 yield _user_message(texts, call_id)
                 texts, call_id = [], None
             texts.append(_shown(part))
-    yield _user_message(texts, call_id)  # one message per content, even for an empty one
+    yield _user_message(texts, call_id)  # There is one message per content, even for an empty one.
 
 
 def _user_message(texts: list[str], call_id: str | None) -> Message:
@@ -189,8 +189,8 @@ def _user_message(texts: list[str], call_id: str | None) -> Message:
 
 
 def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int = 0) -> Message:
-    """A model's content as a message; `earlier` calls of the same turn precede it, and `before` of the whole
-    conversation. Neither matters where each call has an id of its own.
+    """A model's content as a message. `earlier` calls of the same turn precede it, and `before` calls of the
+    whole conversation. Neither matters if each call has an id of its own.
     """
     texts: list[str] = []
     thoughts: list[str] = []
@@ -206,7 +206,7 @@ def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int
         else:
             texts.append(_shown(part))
         refs.append(part.thoughtSignature or "")
-    # Joined like the parts in `Answer.text` and `Answer.thinking`.
+    # The parts are joined as in `Answer.text` and `Answer.thinking`.
     return Message(
         role="assistant",
         text="".join(texts),
@@ -217,7 +217,7 @@ def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int
 
 
 def _call(call: FunctionCall, signed: str | None, number: int) -> ToolCall:
-    """A call. One without an id gets the id in its signature, or one from its position among all calls,
+    """A call. A call without an id gets the id in its signature, or one from its position among all calls,
     which later requests repeat.
     """
     call_id = inward(call.id, call.name) if call.id else signed or f"call_{number}"
@@ -226,9 +226,9 @@ def _call(call: FunctionCall, signed: str | None, number: int) -> ToolCall:
 
 @define(eq=False)
 class _Reader:
-    """One pass over the contents. `open` holds the calls of the latest model turn without a result, by their
-    number among all `calls`; `by_id` and `by_name` are the numbers of that turn's. A model turn may be
-    several of the messages `found`.
+    """One pass over the contents. `open` holds the calls of the latest model turn that have no result yet, by
+    their number among all `calls`; `by_id` and `by_name` map ids and names to these numbers. A model turn may
+    be several of the messages in `found`.
     """
 
     found: list[Message]
@@ -250,8 +250,8 @@ class _Reader:
             self.found.append(each if answered == each.call_id else evolve(each, call_id=answered))
 
     def _answered(self, response: FunctionResponse) -> str:
-        """The id of the call this answers. Some clients omit ids, of calls as of results, but keep names and
-        order.
+        """The id of the call that this result answers. Some clients omit ids, of calls as of results, but
+        keep names and order.
         """
         call_id = inward(response.id or "", response.name)
         for numbers in (self.by_id.get(call_id), self.by_name.get(response.name)):
@@ -277,11 +277,11 @@ class _Reader:
 
 
 def result_text(response: FunctionResponse) -> str:
-    """A function's result as the model sees it: its output if that is its only content, a text verbatim,
-    anything else as compact JSON.
+    """A function's result as the model sees it: its output if it has nothing else, a text verbatim, anything
+    else as compact JSON.
 
-    So the same tool reads the same in every API. An `error` keeps its name, because only the name marks it as
-    an error.
+    So the same tool result is the same text in every API. An `error` keeps its name, because only the name
+    marks it as an error.
     """
     output = response.response
     if isinstance(output, dict):
@@ -290,7 +290,7 @@ def result_text(response: FunctionResponse) -> str:
 
 
 def _beside(part: PartShape | ResponsePart) -> str:
-    """The text of a part beside a result's JSON."""
+    """The text of a part that stands beside a result's JSON."""
     if part.fileData is not None:
         return unseen("fileData")
     return part.text or "" if part.inlineData is None else part.inlineData.describe()
@@ -300,7 +300,7 @@ def _output_of(response: dict[str, Json], name: str) -> Json:
     if len(response) == 1:
         return next((response[output] for output in _OUTPUTS if output in response), response)
     if response.keys() == {"name", "content"} and response["name"] == name:
-        return response["content"]  # the AI SDK (opencode) wraps it like this
+        return response["content"]  # The AI SDK (opencode) wraps it like this.
     return response
 
 
@@ -330,7 +330,7 @@ def _output(result: CodeExecutionResult) -> str:
 
 
 def _once(refs: Iterable[str]) -> tuple[str, ...]:
-    """Each reference once: all thoughts and calls of an answer carry the same signature."""
+    """Each reference once, because all thoughts and calls of an answer carry the same signature."""
     return tuple(dict.fromkeys(ref for ref in refs if ref))
 
 
@@ -343,15 +343,16 @@ _ONE: Final = frozenset({"items", "additionalProperties", "not"})
 _WHOLE: Final = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 )
-_OWN: Final = frozenset({"nullable", "propertyOrdering"})  # Google's own: read here, not part of JSON Schema
+# These are Google's own. They are read here, and are not part of JSON Schema.
+_OWN: Final = frozenset({"nullable", "propertyOrdering"})
 _KNOWN: Final = _LISTS | _MAPS | _ONE | _WHOLE | _OWN
-_NAMES: Final = {"defs": "$defs", "ref": "$ref"}  # proto has no `$`
-# where null is a value; elsewhere null means absent, as in proto
+_NAMES: Final = {"defs": "$defs", "ref": "$ref"}  # Proto names cannot have a `$`.
+# For these keywords null is a value. Elsewhere null means that the field is absent, as in proto.
 _NULLS: Final = frozenset({"default", "const", "example"})
 
 
 def json_schema(schema: Mapping[str, Json], path: str) -> dict[str, Json]:
-    """The schema as JSON Schema. Raises Refused at `path` when it is nested too deeply."""
+    """The schema as JSON Schema. Raises Refused at `path` if it is nested too deeply."""
     try:
         return _schema(schema)
     except RecursionError:
@@ -371,7 +372,7 @@ def _schema(schema: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _name(name: str) -> str:
-    """A keyword in its JSON Schema spelling; an unknown name is unchanged."""
+    """A keyword in the spelling of JSON Schema. An unknown name is unchanged."""
     spelled = camel(name)
     return _NAMES.get(name) or (spelled if spelled in _KNOWN else name)
 
@@ -384,7 +385,7 @@ def _keyword(name: str, value: Json) -> Json:
     if name in _LISTS and isinstance(value, list):
         return [_inner(each) for each in value]
     if name in _WHOLE and isinstance(value, str) and value.isdecimal():
-        return int(value)  # proto writes 64-bit integers as strings
+        return int(value)  # Proto writes 64-bit integers as strings.
     return _inner(value) if name in _ONE else value
 
 
@@ -401,7 +402,7 @@ def _type(value: Json) -> Json:
 
 
 def _or_null(schema: dict[str, Json]) -> dict[str, Json]:
-    """The schema, or null: added to the type where there is one, else as one more alternative."""
+    """Allow null as well: in the type if the schema has one, else as one more alternative."""
     kinds, alternatives, words = schema.get("type"), schema.get("anyOf"), schema.get("enum")
     if isinstance(kinds, str) and kinds != "null":
         schema["type"] = [kinds, "null"]
@@ -439,7 +440,7 @@ def _parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
 
 
 def tool_choice(config: shapes.ToolConfig | None, declared: tuple[Tool, ...]) -> tuple[str, tuple[str, ...]]:
-    """The tool choice in the terms of `Conversation`, with notes on what cannot be expressed."""
+    """The tool choice in the terms of `Conversation`, and notes on what cannot be expressed."""
     calling = config.functionCallingConfig if config is not None else None
     if calling is None:
         return "auto", ()
@@ -476,8 +477,9 @@ def _check(names: tuple[str, ...], declared: tuple[Tool, ...]) -> None:
 
 # ── read ────────────────────────────────────────────────────────────
 
-ENUM = "text/x.enum"  # Google's own: one of the schema's values, without quotes
-# not `re.escape`, which also escapes characters that other regex engines do not allow to be escaped
+ENUM = "text/x.enum"  # Google's own type: the answer is one of the schema's enum values, without quotes.
+# This does not use `re.escape`, which also escapes characters that other regex engines do not allow to be
+# escaped.
 _SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
 
 
@@ -487,7 +489,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     """
     known = envelope.parts
     request, ignored = _request(body, known)
-    contents: Iterable[Content | Draft]  # as the latter where they are known
+    contents: Iterable[Content | Draft]  # A content that is known from an earlier request is a Draft already.
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
     drafts = [each if isinstance(each, Draft) else draft_of(each) for each in contents]
     listed = (request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ()
@@ -534,7 +536,7 @@ def _request(body: bytes, known: ReadParts) -> tuple[GenerateRequest, tuple[str,
 
 
 def _thinking(config: ThinkingConfig | None) -> bool | None:
-    """Whether to think, where the client's budget decides it: zero or more. A level leaves it to the
+    """Whether to think, if the client's budget decides it by being zero or more. A level leaves it to the
     template.
     """
     if config is None or config.thinkingBudget is None or config.thinkingBudget < 0:
@@ -543,7 +545,7 @@ def _thinking(config: ThinkingConfig | None) -> bool | None:
 
 
 def _sampling(config: GenerationConfig) -> Sampling:
-    greedy = config.topP == 0  # matches no token: Google then takes the most likely one
+    greedy = config.topP == 0  # A `topP` of 0 admits no token; Google then takes the most likely one.
     return Sampling(
         temperature=config.temperature,
         top_p=config.topP or None,
@@ -558,7 +560,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
 
 
 def _constraint(config: GenerationConfig) -> Constraint | None:
-    """What the answer must match. JSON without a schema is any JSON; a schema without a MIME type means
+    """What the answer must match. JSON without a schema means any JSON. A schema without a MIME type means
     JSON.
     """
     json = config.responseJsonSchema
@@ -596,8 +598,8 @@ def _text(schema: Mapping[str, Json], path: str) -> str:
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """The agent that sent the request. This API has no field for it; opencode sends a sub-agent's session id
-    and its parent's in every API.
+    """The agent that sent the request. This API has no field for it, but opencode sends a sub-agent's session
+    id and its parent's in every API.
     """
     session, parent = headers.get("x-session-id") or "", headers.get("x-parent-session-id") or ""
     return (

@@ -2,11 +2,11 @@
 
 Proto JSON accepts `systemInstruction` and `system_instruction` alike, and clients send both, so names are
 respelled before a shape is made. Fields that are only passed on (arguments, results, schemas) keep their own
-names. No value is changed, and a field that is spelled twice keeps the first spelling's value, as proto does.
+names. No value is changed. A field that is spelled twice keeps the value of the first spelling, as in proto.
 
-A part is one class, not a union, because this API tells its kinds apart by which field is present. Content
-that the model would have to see and cannot is refused by a validator; fields that only decorate are named so
-that they are known, and not read.
+A part is one class, not a union, because this API distinguishes the kinds by the field that is present.
+Content that the model would have to see but cannot is refused by a validator. Fields that only decorate are
+declared so that they count as known, and are not read.
 """
 
 import re
@@ -37,7 +37,7 @@ from polarnode.providers.shapes import (
 # ── names ────────────────────────────────────────────────────────────
 
 _SNAKE = re.compile(r"_([a-z0-9])")
-# Lists that grow with the conversation: an unknown field in each of their items is reported once.
+# These lists grow with the conversation. An unknown field in their items is reported once.
 _MANY = frozenset({"contents", "parts"})
 
 
@@ -55,7 +55,7 @@ def respelled(value: Json, shape: type[Any]) -> tuple[Json, tuple[str, ...]]:
 
 @frozen
 class KnownPart:
-    """A part of a body as it was read; the paths of its unknown fields go on from its own."""
+    """A part of a body that was read before. The paths of its unknown fields are relative to the part."""
 
     read: AlreadyRead
     unknown: tuple[str, ...]
@@ -95,7 +95,7 @@ def _object(value: dict[str, Json], cls: Any, path: str, unknown: dict[str, None
 
 @cache
 def _fields(cls: Any) -> dict[str, Any]:
-    """The shape of every field by its alias; None where nothing below it needs respelling."""
+    """Maps the alias of every field to its shape, or to None if nothing below it needs respelling."""
     return {
         field.alias: None if _parts(field.type) == (None, None) else field.type for field in attrs.fields(cls)
     }
@@ -103,7 +103,9 @@ def _fields(cls: Any) -> dict[str, Any]:
 
 @cache
 def _parts(shape: Any) -> tuple[Any, Any]:
-    """The class an object is read as, and the type of a list's items; None where a shape has none."""
+    """The class as which an object is read, and the type of a list's items. Each is None if the shape has
+    none.
+    """
     cls: Any = None
     inner: Any = None
     for member in _members(shape):
@@ -125,8 +127,8 @@ _CACHE = "cached contents are not served here: send the conversation itself, its
 
 @frozen
 class Blob:
-    """Bytes inside a part. Text is read, whatever its MIME type; anything else is refused, or described when
-    it is a function's result.
+    """Bytes inside a part. Text is read, whatever its MIME type. Anything else is refused, or described if it
+    is part of a function's result.
     """
 
     mimeType: str = ""
@@ -155,7 +157,7 @@ class Blob:
 
 @frozen
 class FileData:
-    """Bytes stored elsewhere."""
+    """Bytes that are stored elsewhere."""
 
     fileUri: str = ""
 
@@ -177,7 +179,7 @@ class FunctionCall:
 
 @frozen
 class ResponsePart:
-    """A part of a function's result beside its JSON."""
+    """A part of a function's result that stands beside its JSON."""
 
     inlineData: Blob | None = None
     fileData: FileData | None = None
@@ -226,7 +228,7 @@ class PartShape:
     mediaResolution: Json = None
 
     def check_readable(self, path: str) -> None:
-        """Raise Refused with the path of what the model cannot read."""
+        """Raise Refused, with its path, for a part that the model cannot read."""
         if self.fileData is not None:
             raise Refused(str(not_text("fileData")), path=f"{path}.fileData")
         if self.inlineData is not None:
@@ -240,16 +242,17 @@ Parts = tuple[PartShape, ...] | PartShape | None
 
 
 def parts(value: Parts) -> tuple[PartShape, ...]:
-    """A content's parts; a single one may stand without its list."""
+    """A content's parts. A single part may stand there without a list."""
     return (value,) if isinstance(value, PartShape) else value or ()
 
 
 @frozen
 class Content:
-    """`function` and `tool` are roles of this API's first version, for what is now a user's functionResponse.
+    """`function` and `tool` are roles of this API's first version, for what is now a functionResponse of the
+    user.
 
-    Parts that the model cannot read are refused, but described beside a functionResponse, where they are a
-    function's result.
+    Parts that the model cannot read are refused. Beside a functionResponse they belong to a function's
+    result, and are described instead.
     """
 
     parts: Parts = None
@@ -278,7 +281,7 @@ class Declaration:
 
 @frozen
 class ToolShape:
-    """Every other field is a tool that runs on Google's servers: reported as ignored."""
+    """Every other field is a tool that runs on Google's servers, and is reported as ignored."""
 
     functionDeclarations: tuple[Declaration, ...] | None = None
 
@@ -336,7 +339,9 @@ class GenerateRequest:
 
 
 def known_content(sent: dict[str, Json]) -> KnownPart | Json:
-    """A content that a session's requests repeat, or its JSON where the refusal names its place."""
+    """A content, to be kept for later requests that repeat it. The JSON itself if it is refused, because the
+    refusal must name its place.
+    """
     return _known(sent, Content)
 
 
@@ -355,6 +360,6 @@ def _known(sent: dict[str, Json], shape: type[Any]) -> KnownPart | Json:
 
 @frozen(kw_only=True)
 class CountRequest:
-    """A countTokens body: a whole request, or (on Vertex) its fields."""
+    """A countTokens body: a whole request. On Vertex the body has the request's fields themselves."""
 
     generateContentRequest: GenerateRequest

@@ -2,18 +2,18 @@
 tool-call ids.
 
 Ids are sent as this node makes them (`call_…`). Gemini CLI can be set to keep its own contexts, and then puts
-the function's name and two underscores before every id; other clients drop ids and keep the signature beside
-the call. Both are read back as exactly the original id. Other ids (those Gemini CLI invents, another server's
-history) pass unchanged.
+the function's name and two underscores before every id. Other clients drop ids and keep the signature beside
+the call. Both are read back as exactly the original id. Other ids (which Gemini CLI invents, or from the
+history of another server) pass unchanged.
 
 Errors have the shape of google.rpc.Status. Gemini CLI (0.61, measured) retries 429 and 5xx ten times over 200
-s; every other 4xx ends it at once with exit code 1, a long context too. `RetryInfo` is the least it waits (5
-s, doubling, without one); over 300 s it gives up at once, and so it does where a message says that its limit
-is 0 or its capacity exhausted. It does not read the header.
+s. Every other 4xx ends it at once with exit code 1, even for a context that is too long. It waits at least as
+long as `RetryInfo` says (without one 5 s, doubling). Over 300 s it gives up at once, and also if a message
+says that its limit is 0 or its capacity exhausted. It does not read the `retry-after` header.
 
-Parts stand in the order they were sampled, and a call is one whole part. A chunk without content has an empty
-text, because the official SDK drops a chat's turn over a content without parts, and Gemini CLI a finished
-answer over a comment. Thoughts are shown only on request (`includeThoughts`), and always counted.
+Parts stand in the order in which they were sampled, and a call is one whole part. A chunk without content has
+an empty text: for a content without parts the official SDK drops a chat's turn, and for an SSE comment Gemini
+CLI drops a finished answer. Thoughts are shown only on request (`includeThoughts`), and always counted.
 """
 
 import re
@@ -59,7 +59,7 @@ from polarnode.providers.shapes import strict_json
 # ── ids ────────────────────────────────────────────────────────────
 
 _OURS = re.compile(r"call_[0-9a-f]{16,}")
-# a signature's content, and the beginning of the id of each call of the turn
+# This is the content of a signature, and also the beginning of the id of each call of the turn.
 _REFERENCE = re.compile(rb"[0-9a-f]{16}")
 
 
@@ -70,8 +70,8 @@ def inward(call_id: str, name: str) -> str:
 
 
 def of_signature(signature: str | None, place: int) -> str | None:
-    """The id of a turn's call at `place`, from 0, by its signature alone; None when the signature is not this
-    node's. The signature is not verified here.
+    """The id of a turn's call at `place`, from 0, given only the turn's signature. None if the signature is
+    not this node's. The signature is not verified here.
     """
     try:
         reference = b64decode((signature or "").replace("-", "+").replace("_", "/"), validate=True)
@@ -86,8 +86,8 @@ _RPC = "type.googleapis.com/google.rpc."
 
 
 def fault_row(kind: FaultKind) -> FaultRow:
-    """Status and canonical code of google.rpc. It has no code for 405, 410 and 413; the one with the nearest
-    meaning is used.
+    """Status and canonical code of google.rpc. There is no code for 405, 410 and 413; the one with the
+    nearest meaning is used.
     """
     match kind:
         case "bad_request" | "context_too_long":
@@ -115,7 +115,9 @@ def fault_row(kind: FaultKind) -> FaultRow:
 
 
 def message(fault: Fault) -> str:
-    """The fault's message, after its path unless it contains that; a long context in Google's own words."""
+    """The fault's message, with its path before it unless it begins with the path. A context that is too long
+    is reported in Google's own words.
+    """
     if fault.kind == "context_too_long" and fault.limit is not None and fault.prompt_tokens is not None:
         return (
             f"The input token count ({fault.prompt_tokens}) exceeds the maximum number of tokens allowed"
@@ -156,13 +158,13 @@ NOTHING: Json = {"text": ""}
 
 
 def finish_reason(call: ModelCallInfo, answer: Answer) -> str:
-    """The finish reason. This API has none for calls or stop strings."""
+    """The finish reason. This API has no reason of its own for calls or stop strings."""
     return "MAX_TOKENS" if call.cut(answer) else "STOP"
 
 
 def usage_json(usage: Usage) -> Json:
-    """`candidatesTokenCount` excludes thoughts and `promptTokenCount` includes cached tokens, as in
-    this API.
+    """The usage. `candidatesTokenCount` excludes thoughts and `promptTokenCount` includes cached tokens, as
+    in this API.
     """
     return {
         "promptTokenCount": usage.prompt_tokens,
@@ -174,10 +176,10 @@ def usage_json(usage: Usage) -> Json:
 
 
 def arguments_json(arguments: str) -> Json:
-    """A call's arguments: the sampled text verbatim, inserted into the body unparsed, so that no number is
-    rounded and no nesting is too deep.
+    """The arguments of a call. The sampled text is inserted into the body verbatim and unparsed, so that no
+    number is rounded and no nesting is too deep.
 
-    This API's clients accept objects only. Any other text is put under `input`: the harness's own check of
+    This API's clients accept only objects. Any other text is put under `input`. The harness's own check of
     its tool's arguments then reports the error to the model.
     """
     text = arguments.strip() or "{}"
@@ -190,7 +192,7 @@ def arguments_json(arguments: str) -> Json:
 
 
 def part_json(part: Part, signature: str) -> Json:
-    """One part. Thoughts and calls are signed: their echo is verified by the signature."""
+    """One part. Thoughts and calls are signed, so that their echo can be verified."""
     match part:
         case TextPart(text):
             return {"text": text}
@@ -204,8 +206,8 @@ def part_json(part: Part, signature: str) -> Json:
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> dict[str, Json]:
-    """`logprobsResult`. A token that is part of a character is shown as U+FFFD, as this API has no field for
-    bytes.
+    """`logprobsResult`. A token that is part of a character is shown as U+FFFD, because this API has no field
+    for bytes.
     """
     chosen: list[Json] = [_token(token.data, token.logprob) for token in tokens]
     top: list[Json] = [
@@ -264,7 +266,7 @@ class ContentStream:
     call: ModelCallInfo
     sse: bool
     started: bool = False
-    opened: bool = False  # the array's bracket is sent
+    opened: bool = False  # whether the array's opening bracket was sent
     tail: dict[str, Json] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -306,7 +308,7 @@ class ContentStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """An empty chunk; in an array white space between its elements, which no client reads as an
+        """An empty chunk. In an array it is white space between the elements, which no client reads as an
         element.
         """
         return self._chunk([candidate_json([], 0)]) if self.sse else b"\r\n"
@@ -320,19 +322,20 @@ class ContentStream:
         return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
-        """An error in the form Google itself uses in a stream: bare JSON, not an event, and then the end.
+        """An error in the form that Google itself uses in a stream: bare JSON, not an event, and then the
+        end.
 
         Google's SDKs raise it, and Gemini CLI (0.61, tested) repeats the request, whatever it has shown. The
         SDKs would read an event as a chunk without text. A broken connection ends Gemini CLI with exit code
-        1, with or without an error before it, because Node drops what is not yet read. A clean end alone
-        makes it repeat the request only after calls; after a text it counts as the end of the answer. In an
-        array the error is an element, and then the connection breaks.
+        1, with or without an error before it, because Node drops what is not yet read. After a proper end
+        without an error, Gemini CLI repeats the request only if the answer had calls; a text then counts as
+        the whole answer. In an array the error is an element, and then the connection breaks.
         """
         body = error_body(fault)
         return LastWords(dump_json(body) + b"\n") if self.sse else self._element(body)
 
     def _begun(self) -> bytes:
-        # empty when `start` was called, as usual
+        # This is empty if `start` was called, as usual.
         return self.start(prompt_tokens=0, cached_tokens=0)
 
     def _part(self, part: Part, choice: int) -> bytes:

@@ -45,7 +45,7 @@ class OpenAIChat:
         return openai.error(fault, conversation="messages")
 
     def count(self, tokens: int) -> bytes | None:
-        return None  # this API has no count_tokens call
+        return None  # This API has no count_tokens call.
 
     def models(self, served: ServedModel) -> bytes:
         return openai.models(served)

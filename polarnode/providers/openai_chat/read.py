@@ -1,12 +1,12 @@
-"""Chat Completions: a request as a conversation, with its constraint and whether to think.
+"""Chat Completions: read a request as a conversation, with its constraint and whether to think.
 
-One message in, one message out, in order. A client's text is kept verbatim; only the spelling is normalised
-(`developer` is `system`, part lists become text, null and "" and [] are the same). `refs` collect every
+Each message becomes one message, in order. A client's text is kept verbatim. Only the spelling is normalised
+(`developer` is `system`, part lists become text, null and "" and [] are the same). `refs` collects every
 opaque id of an assistant message, unchecked.
 
-Constraints and thinking are read in the spellings of OpenAI, SGLang and vLLM, old and new. Of several words
-on thinking the first that is set wins, from the most to the least literal; an effort other than none is left
-to the template, which knows no efforts.
+Constraints and thinking are read in the spellings of OpenAI, SGLang and vLLM, old and new. Of several
+settings for thinking the first that is set wins, from the most to the least literal. An effort other than
+none is left to the template, which knows no efforts.
 """
 
 import json
@@ -45,7 +45,7 @@ _ANY_OBJECT = Constraint(kind="json_schema", text='{"type":"object"}')
 
 
 def constraint(request: ChatRequest) -> Constraint | None:
-    """The constraint on the answer. Raises Refused when there is more than one."""
+    """The constraint on the answer. Raises Refused if there is more than one."""
     found = dict(_constraints(request))
     if len(found) > 1:
         first, second, *_ = found
@@ -141,17 +141,17 @@ def _one_of(words: tuple[str, ...], path: str) -> str:
 
 # ── thinking ────────────────────────────────────────────────────────────
 
-_TEMPLATE = ("enable_thinking", "thinking")  # the names of Qwen and GLM, and of DeepSeek
+_TEMPLATE = ("enable_thinking", "thinking")  # the name that Qwen and GLM use, and DeepSeek's
 _TYPES = {"enabled": True, "disabled": False}
 
 
 def thinking(request: ChatRequest) -> bool | None:
-    """Whether the client wants thinking; None where it leaves that open."""
+    """Whether the client wants thinking. None if it leaves that open."""
     return next((value for value in _requested(request) if value is not None), None)
 
 
 def unused(request: ChatRequest) -> Iterator[str]:
-    """The paths of thinking and template settings that are not used."""
+    """The paths of settings for thinking and the template that are not used."""
     if request.reasoning_effort not in (None, "none"):
         yield "$.reasoning_effort"
     if request.reasoning is not None and request.reasoning.effort not in (None, "none"):
@@ -247,7 +247,7 @@ def _assistant(shape: AssistantMessage) -> Message:
     calls = tuple(read_call(call) for call in shape.tool_calls or ())
     return Message(
         role="assistant",
-        # the parts of this node's answer, joined as in `Answer.text`
+        # The parts of this node's answer are joined as in `Answer.text`.
         text="".join(_texts(shape.content)) + (shape.refusal or ""),
         calls=calls,
         thinking=_spoken(shape.reasoning_content) or _spoken(shape.reasoning),
@@ -273,14 +273,16 @@ def _texts(content: Content | ResultContent) -> Iterator[str]:
 
 
 def _spoken(value: Json) -> str:
-    return value if isinstance(value, str) else ""  # some clients put an object of their own here
+    return value if isinstance(value, str) else ""  # Some clients put an object of their own here.
 
 
 # ── settings ──────────────────────────────────────────────────────────────────
 
 
 def _unused(request: ChatRequest) -> Iterator[str]:
-    """The paths of fields without effect. Alternatives are shown only with logprobs, as in the API itself."""
+    """The paths of fields without effect. Top logprobs are shown only together with logprobs, as in the API
+    itself.
+    """
     if request.top_logprobs and not request.logprobs:
         yield "$.top_logprobs"
     yield from unused(request)
@@ -303,7 +305,7 @@ def _sampling(request: ChatRequest) -> Sampling:
 
 
 def _hints(headers: Mapping[str, str]) -> dict[str, str]:
-    """The agent that sent the request: opencode sends a sub-agent's session id and its parent's; OpenHands
+    """The agent that sent the request. opencode sends a sub-agent's session id and its parent's; OpenHands
     names its conversation.
     """
     session = headers.get("x-session-id") or headers.get("x-litellm-session-id") or ""

@@ -1,9 +1,8 @@
-"""Chat Completions: the accepted JSON, as attrs classes. Unknown fields are accepted everywhere and not
-read.
+"""Chat Completions: the accepted JSON, as attrs classes. Unknown fields are accepted everywhere and not read.
 
-Content that the model would have to see and cannot (images, sound), or that a client would wait for and not
-get (audio answers, the old function_call API), is refused by a validator. Fields that only decorate have no
-attribute.
+A validator refuses content that the model would have to see but cannot (images, sound), and content that a
+client would wait for but not get (audio answers, the old function_call API). Fields that only decorate have
+no attribute.
 """
 
 from typing import Any, Literal
@@ -27,7 +26,8 @@ from polarnode.providers.shapes import (
 
 _OLD_CALLS = "the function_call API of old is not served: use tools and tool_calls"
 
-# each holds engine memory until the last is done; use `num_samples` for many answers to a task
+# The limit on `n`. Each choice occupies memory of the engine until the last is done. A task that needs many
+# answers uses `num_samples`.
 CHOICES = 8
 ALTERNATIVES = 20  # OpenAI's own limit
 
@@ -56,7 +56,7 @@ class NotTextPart:
 
 @frozen
 class UnseenPart:
-    """Such a part in a tool's result, where it is described. `image` and `audio` are MCP's."""
+    """Such a part in a tool's result, where it is described. `image` and `audio` are types of MCP."""
 
     type: NotText | Literal["image", "audio"]
 
@@ -79,8 +79,8 @@ class UserMessage:
 
 @frozen
 class AssistantMessage:
-    """Thinking is echoed as `reasoning_content` (Qwen, DeepSeek, SGLang) or `reasoning` (vLLM, OpenRouter),
-    or not at all.
+    """An echoed answer. Its thinking comes as `reasoning_content` (Qwen, DeepSeek, SGLang) or `reasoning`
+    (vLLM, OpenRouter), or not at all.
     """
 
     role: Literal["assistant"]
@@ -96,7 +96,7 @@ class AssistantMessage:
 @frozen
 class ToolMessage:
     role: Literal["tool"]
-    tool_call_id: str | None = None  # None for a call without an id
+    tool_call_id: str | None = None  # None for the result of a call without an id
     content: ResultContent = None
 
 

@@ -1,8 +1,9 @@
-"""Chat Completions: tools, and calls of them, both ways.
+"""Chat Completions: tools and their calls, in both directions.
 
-A custom (freeform) tool is shown to the model as a function of one string, `input`; by its `spelling` the
-writer answers a call of it as custom, and the reader makes the same of an echoed one. A tool of any other
-type runs on a server of its own: the model cannot call it, and its path is reported.
+A custom (freeform) tool is shown to the model as a function of one string, `input`. By the tool's `spelling`
+the writer answers its call as a custom call, and the reader turns an echoed custom call back into that
+function call. A tool of any other type runs on another server: the model cannot call it, and its path is
+reported.
 """
 
 from typing import Literal, TypeVar, assert_never
@@ -19,8 +20,8 @@ T = TypeVar("T")
 
 @frozen
 class FunctionCall:
-    """`arguments` is JSON text, kept verbatim; some clients send the object itself, or nothing for no
-    arguments.
+    """`arguments` is JSON text, kept verbatim. Some clients send the object itself, or nothing if there are
+    no arguments.
     """
 
     name: str
@@ -40,8 +41,8 @@ def _one_of_both(shape: "ToolCallShape", _: object, value: CustomCall | None) ->
 
 @frozen
 class ToolCallShape:
-    """One class for all types, as many clients omit the type. Pi sends no id for a call that had none
-    (harnesses.md 12, `noid`).
+    """One class for all types, because many clients omit the type. Pi sends no id for a call that
+    had none.
     """
 
     id: str | None = None
@@ -51,7 +52,7 @@ class ToolCallShape:
 
 @frozen
 class FunctionShape:
-    """`strict` is for engines that can hold a call to its schema; it is reported as not used."""
+    """`strict` is for engines that can enforce the schema of a call. It is reported as not used."""
 
     name: str
     description: str | None = None
@@ -109,8 +110,8 @@ class AllowedTools:
 
 @frozen
 class AllowedChoice:
-    """A subset of the tools. Only its mode is used: all tools are rendered, and a prompt cannot enforce the
-    subset.
+    """A subset of the tools. Only its mode is used, because all tools are rendered and a prompt cannot
+    enforce the subset.
     """
 
     type: Literal["allowed_tools"]
@@ -122,7 +123,7 @@ ToolChoice = Literal["auto", "none", "required"] | FunctionChoice | CustomChoice
 
 @frozen(kw_only=True)
 class ToolList:
-    """The tools shown to the model, the paths of what was not used, and notes for readers of the turn."""
+    """The tools shown to the model, the paths of what is not used, and notes for readers of the turn."""
 
     tools: tuple[Tool, ...]
     ignored: tuple[str, ...]
@@ -194,9 +195,9 @@ def _known(name: str, tools: tuple[Tool, ...], path: str) -> str:
 
 
 def read_call(shape: ToolCallShape) -> ToolCall:
-    """Read an echoed call; a custom call as the model made it."""
+    """Read an echoed call. A custom call becomes the function call that the model made."""
     if shape.function is None:
-        made = shape.custom or CustomCall(name="")  # the shape requires one of the two
+        made = shape.custom or CustomCall(name="")  # The shape requires one of the two.
         return ToolCall(id=shape.id or "", name=made.name, arguments=openai.arguments_of(made.input))
     arguments = shape.function.arguments
     return ToolCall(
@@ -207,8 +208,8 @@ def read_call(shape: ToolCallShape) -> ToolCall:
 
 
 def call_json(call: ToolCall, tools: tuple[Tool, ...]) -> dict[str, Json]:
-    """A call in the format of its tool's kind. A custom call that is not an object with an `input` is sent
-    unchanged.
+    """A call in the format of its tool's kind. Arguments of a custom call that are no object with an `input`
+    are sent unchanged.
     """
     spelled = next((tool.spelling for tool in tools if tool.name == call.name), {})
     if spelled != openai.CUSTOM:

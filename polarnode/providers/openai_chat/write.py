@@ -3,10 +3,10 @@
 `finish_reason` is `tool_calls` for an answer that ended with calls, and `length` for one that was cut, with
 or without calls. A call is sent in one chunk, id, name and arguments together.
 
-`reasoning_details` is the one opaque field of this API that a client returns. It names the turn of an answer,
-which a turn without tool calls cannot do otherwise. It is written only for clients of OpenRouter's API (they
-send `reasoning` or `include_reasoning`), because to others it is an unknown field; once in an answer, and
-never for several choices, which are several turns.
+`reasoning_details` is the one opaque field of this API that a client returns. It identifies the turn of an
+answer; without it an answer that has no tool calls cannot be identified. It is written only for clients of
+OpenRouter's API (they send `reasoning` or `include_reasoning`), because for others it is an unknown field. It
+is written once in an answer, and never for several choices, which are several turns.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ def wants_details(request: ChatRequest) -> bool:
 
 
 def details(call: ModelCallInfo) -> dict[str, Json]:
-    """The fields to merge over the message or a delta; empty unless requested."""
+    """The fields to merge into the message or a delta. Empty unless requested."""
     if not call.request.extras.get(DETAILS):
         return {}
     return {
@@ -59,7 +59,7 @@ def details(call: ModelCallInfo) -> dict[str, Json]:
 
 
 def detail_refs(echoed: Json) -> Iterator[str]:
-    """The opaque fields in what a client echoes, including its own additions."""
+    """The opaque fields in what a client echoes, including those that it added itself."""
     for detail in echoed if isinstance(echoed, list) else ():
         if isinstance(detail, dict):
             yield from (
@@ -71,13 +71,13 @@ def detail_refs(echoed: Json) -> Iterator[str]:
 
 # ── write ────────────────────────────────────────────────────────────
 
-# OpenAI's value for a token that could not have been sampled; JSON has no infinity
+# OpenAI's value for a token that could not have been sampled, because JSON has no infinity.
 LEAST_LOGPROB: Final = -9999.0
 
 
 def finish_reason(call: ModelCallInfo, answer: Answer) -> str:
-    """The finish reason. A sample cut by an abort is reported as `length`: both mean that the answer is
-    incomplete.
+    """The finish reason. A sample that an abort cut is reported as `length`, because both mean that the
+    answer is incomplete.
     """
     if call.cut(answer):
         return "length"
@@ -95,7 +95,7 @@ def usage_json(usage: Usage) -> Json:
 
 
 def message_json(call: ModelCallInfo, answer: Answer) -> Json:
-    """The assistant message; `content` is null when there are only calls, as in OpenAI's API."""
+    """The assistant message. `content` is null if there are only calls, as in OpenAI's API."""
     message: dict[str, Json] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
     if answer.thinking:
         message["reasoning_content"] = answer.thinking
@@ -106,8 +106,8 @@ def message_json(call: ModelCallInfo, answer: Answer) -> Json:
 
 
 def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
-    """The logprobs of visible text. A token that is part of a character is shown as U+FFFD; its `bytes` are
-    exact.
+    """The logprobs of visible text. A token that is part of a character is shown as U+FFFD, but its `bytes`
+    are exact.
     """
     content: list[Json] = [
         _token(each.data, each.logprob) | {"top_logprobs": [_token(o.data, o.logprob) for o in each.top]}
@@ -144,14 +144,14 @@ def _head(call: ModelCallInfo, kind: str) -> dict[str, Json]:
 
 @define(eq=False)
 class ChatStream:
-    """Answers as `chat.completion.chunk` events. The first event of each holds the role. A keep-alive may be
-    the first, as it holds no count.
+    """Answers as `chat.completion.chunk` events. The first event of each answer holds the role. A keep-alive
+    may come first, because it holds no count.
     """
 
     call: ModelCallInfo
     content_type: str = STREAM_TYPE
     opened: bool = False
-    # calls sent so far by choice, which is the next call's index
+    # for each choice, the number of calls sent so far, which is the index of the next call
     calls: Counter[int] = field(factory=Counter)
 
     def start(self, *, prompt_tokens: int, cached_tokens: int) -> bytes:
@@ -160,8 +160,8 @@ class ChatStream:
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         match delta:
             case TextDelta(text, logprobs):
-                # Tokens of an incomplete character are reported at once: they would be missing from the
-                # chunk of their text.
+                # Tokens of an incomplete character are reported at once. Otherwise they would be missing from
+                # the chunk that has their text.
                 return (
                     self._opening() + self._chunk({"content": text}, choice, logprobs=logprobs)
                     if text or logprobs
@@ -179,7 +179,7 @@ class ChatStream:
                 assert_never(delta)
 
     def keep_alive(self) -> bytes:
-        """A chunk with an empty delta: clients count only data as a sign of life."""
+        """A chunk with an empty delta, because clients count only data as a sign of life."""
         return self._opening() or self._chunk({}, 0)
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -195,8 +195,9 @@ class ChatStream:
         return self._opening() + last + counts + DONE
 
     def failed(self, fault: Fault) -> bytes | LastWords | None:
-        """Nothing: break the connection. Every chat harness then repeats the request, while Pi ends its run
-        on an error chunk. So a request that cannot be answered however often it is repeated gets one.
+        """Send nothing and break the connection. Every chat harness then repeats the request, while Pi ends
+        its run on an error chunk. So only a request that can never be answered, however often it is repeated,
+        gets an error chunk.
         """
         return LastWords(event(openai.error_body(fault))) if fault.kind == "bad_request" else None
 

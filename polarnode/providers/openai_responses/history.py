@@ -1,16 +1,16 @@
-"""Responses: what outlives one answer: compaction summaries, sealed content, and stored answers.
+"""Responses: what remains after an answer: compaction summaries, sealed content, and stored answers.
 
 Compaction: the model writes a summary, which is sent sealed and read back as a user's message.
-`_INTRODUCTION` begins with the words by which `merge.roles` recognises a compacted history, and both
-sentences must not change while sessions are open, because they are part of prompts.
+`_INTRODUCTION` begins with the words by which `merge.roles` recognises a compacted history. `INSTRUCTION` and
+`_INTRODUCTION` must not change while sessions are open, because they are part of prompts.
 
-Sealed content is this node's own `encrypted_content`, which clients echo unread. It is not secret: it was
-sampled for this client. It is compact, [A-Za-z0-9_-] only, with a prefix that marks it as this node's. Sealed
-content must stay readable: a new kind of content gets a new field, never another encoding.
+Sealed content is this node's own `encrypted_content`, which clients echo unread. It is not secret, because it
+was sampled for this client. It is compact, [A-Za-z0-9_-] only, with a prefix that marks it as this node's.
+Sealed content must remain readable: a new kind of content gets a new field, never another encoding.
 
-Stored answers serve `previous_response_id` and `item_reference`. An answer is kept as what it adds, with the
-name of the earlier one that its input begins with: most clients send the whole conversation every time, and
-kept whole a session of a thousand turns would hold gigabytes.
+Stored answers serve `previous_response_id` and `item_reference`. Of an answer's input only the part is kept
+that it adds, with the name of the earlier answer with whose input it begins. Most clients send the whole
+conversation every time, so whole inputs would take gigabytes in a session of a thousand turns.
 """
 
 import re
@@ -32,7 +32,7 @@ from polarnode.providers.shapes import compact
 
 # ── compaction ────────────────────────────────────────────────────────────
 
-# Sent as the last message of the whole conversation, so that the prompt extends the previous one and is in
+# This is the last message of the whole conversation, so that the prompt extends the previous one and is in
 # the engine's cache.
 INSTRUCTION: Final = (
     "Stop here and summarize this conversation, so that another model can go on without having seen it. Do"
@@ -48,8 +48,8 @@ _INTRODUCTION: Final = (
 
 
 def retold(summary: str) -> str:
-    """The message that replaces the summarized history. If the model called a tool instead of writing, the
-    text states that there is no summary.
+    """The message that replaces the summarised history. If the model called a tool instead of writing, the
+    text says that there is no summary.
     """
     return f"{_INTRODUCTION}\n\n{summary if summary.strip() else '(It wrote nothing.)'}"
 
@@ -57,21 +57,21 @@ def retold(summary: str) -> str:
 # ── sealed content ────────────────────────────────────────────────────────────
 
 _OURS: Final = "pn1_"
-# bytes of a request's sealed items once decompressed: a million tokens of thinking are 4-6 MB; a client may
-# send a small text that decompresses to more
+# The limit on the bytes of a request's sealed items after decompression. A million tokens of thinking are 4-6
+# MB. A client may send a small text that decompresses to more.
 UNSEALED_BYTES: Final = 16 << 20
 
 
 @frozen(kw_only=True)
 class SealedContent:
-    """The content of a sealed item. `thinking` is empty where the item shows it in clear; `summary` belongs
-    to a compaction.
+    """The content of a sealed item. `thinking` is empty if the item shows it in clear; `summary` belongs to a
+    compaction.
     """
 
     signature: str = ""
     thinking: str = ""
     summary: str | None = None
-    size: int = field(default=0, eq=False)  # bytes of it when it was unsealed
+    size: int = field(default=0, eq=False)  # the bytes that were decompressed to read it
 
 
 def seal(content: SealedContent) -> str:
@@ -88,7 +88,7 @@ def seal(content: SealedContent) -> str:
 
 
 def unseal(opaque: str, *, most: int = UNSEALED_BYTES) -> SealedContent | None:
-    """The content of an opaque text; None when it is not this node's, is damaged, or has more than `most`
+    """The content of an opaque text. None if it is not this node's, is damaged, or has more than `most`
     bytes.
     """
     if not opaque.startswith(_OURS):
@@ -119,15 +119,16 @@ def _text(value: Json) -> str:
 
 _ANSWER: Final = "resp_"
 _HEADS: Final = "openai_responses.heads"
-# inputs that a next one may begin with: one per agent, and with sub-agents two or three send requests at once
+# The number of inputs with which the next one may begin. There is one per agent, and with sub-agents two or
+# three send requests at once.
 _MOST_HEADS: Final = 16
 _DIGEST_BYTES: Final = 16
 _ITEM_ID: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+(?:_[0-9a-f]{16})?")
-_REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # the decoded content of an answer's signature
+_REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # matches the decoded content of an answer's signature
 
 
 def response_id(call_id: str) -> str:
-    """The id of the response to a call. Item ids (`item_id`) begin with the same digits, so that an item
+    """The id of the response to a call. Item ids (`item_id`) contain the same digits, so that an item
     identifies its response.
     """
     return _ANSWER + call_id
@@ -136,8 +137,8 @@ def response_id(call_id: str) -> str:
 def item_id(prefix: str, call_id: str, index: int, signature: str = "") -> str:
     """The id of an item: [A-Za-z0-9_], at most 64 characters.
 
-    `signature` is the answer's: it proves the turn when the item is echoed, which nothing else does for a
-    text without thinking or calls.
+    `signature` is the answer's. It proves the turn when the item is echoed; nothing else does for a text
+    without thinking or calls.
     """
     return "_".join((prefix, call_id, str(index), *_reference(signature)))
 
@@ -151,8 +152,8 @@ def _reference(signature: str) -> list[str]:
 
 
 def previous(memory: Memory, name: str) -> list[Object]:
-    """The conversation up to the end of an answer: its input and its output."""
-    # a session's other dialects have their own values
+    """The conversation up to the end of an answer: the answer's input and its output."""
+    # The session's other dialects keep values under other names.
     kept = memory.recall(name) if name.startswith(_ANSWER) else None
     if not isinstance(kept, dict):
         raise _unknown(name)
@@ -160,7 +161,7 @@ def previous(memory: Memory, name: str) -> list[Object]:
 
 
 def referenced(memory: Memory, name: str, path: str) -> Object | None:
-    """The item of an earlier answer that an `item_reference` names; None for another server's item."""
+    """The item of an earlier answer that an `item_reference` names. None for the item of another server."""
     found = _ITEM_ID.fullmatch(name)
     if found is None:
         return None
@@ -173,7 +174,7 @@ def referenced(memory: Memory, name: str, path: str) -> Object | None:
 
 @frozen(kw_only=True)
 class StoredInput:
-    """An input as it is stored: `base` is the answer whose input it begins with, `added` the rest as JSON
+    """An input as it is stored: `base` is the answer with whose input it begins, `added` the rest as JSON
     text.
     """
 
@@ -187,7 +188,7 @@ class StoredInput:
 
 
 def item_digest(item: Object) -> bytes:
-    """What identifies an item of an input: 16 bytes over all of it."""
+    """The identity of an item of an input: a digest of 16 bytes over all of it."""
     return blake2b(dump_json(item), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -210,14 +211,14 @@ def to_keep(memory: Memory, items: list[Object], digests: Iterable[bytes]) -> St
 
 
 def keep(memory: Memory, name: str, kept: Object, output: list[Json]) -> None:
-    """Remember an answer: what its input added, and its output."""
+    """Keep an answer: what its input added, and its output."""
     memory.keep(name, {"base": kept["base"], "input": kept["added"], "output": compact(output)})
     head: Object = {"name": name, "length": kept["length"], "digest": kept["digest"]}
     memory.keep(_HEADS, cast(Json, [*_heads(memory), head][-_MOST_HEADS:]))
 
 
 def _input(memory: Memory, kept: Object, name: str) -> list[Object]:
-    """The whole input, joined from the first to the last of the answers it extends."""
+    """The whole input of an answer, joined from the inputs of the answers that it extends."""
     added = [_items(kept["input"])]
     while isinstance(base := kept["base"], str):
         found = memory.recall(base)
@@ -229,7 +230,7 @@ def _input(memory: Memory, kept: Object, name: str) -> list[Object]:
 
 
 def _is_whole(memory: Memory, name: str) -> bool:
-    """Whether every answer that an input extends is still stored."""
+    """Whether every answer that this answer's input extends is still stored."""
     base: Json = name
     while isinstance(base, str):
         found = memory.recall(base)

@@ -1,12 +1,13 @@
-"""Responses: a request as a conversation, its tools, its sampling and its agent.
+"""Responses: read a request as a conversation with its tools, its sampling and its agent.
 
-The agent is read from the headers of Codex and opencode and from what they repeat in the body. It has a name
-only where its harness marks it as not the main one, because a second name for the main agent would make a
-second agent of it.
+The agent is read from the headers of Codex and opencode, and from what they repeat in the body. It has a name
+only if its harness marks it as not the main one, because a name for the main agent would make it look like a
+second agent.
 
-An unknown field, item or tool is never a reason to refuse; what cannot be honoured and would be missed is.
+An unknown field, item or tool is never a reason to refuse. What the client would miss and the node cannot
+provide is refused.
 
-Its items become messages in `transcript`.
+`transcript` turns the items of a request into messages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,14 +37,12 @@ from polarnode.providers.volatile import without_volatile
 
 _SESSION: Final = ("session-id", "session_id", "x-session-id", "x-litellm-session-id")
 _METADATA: Final = "x-codex-turn-metadata"
-# values of Codex's `request_kind`; the usual one is `turn`
+# values of Codex's `request_kind`; the usual value is `turn`
 _KINDS: Final = {"compaction": "compaction", "prewarm": "auxiliary"}
 
 
 def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bool) -> dict[str, str]:
-    """What the request states about the agent that sent it. `compacts`: the request itself is a
-    compaction.
-    """
+    """What the request says about the agent that sent it. `compacts`: the request itself is a compaction."""
     body = _object(request.client_metadata)
     turn = _turn(headers.get(_METADATA)) or _turn(_text(body.get(_METADATA)))
     parent = (
@@ -67,7 +66,7 @@ def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bo
 
 
 def _kind(turn: Mapping[str, Json], helper: str, parent: str) -> str:
-    """`compact`, `memory_consolidation` and `guardian` are Codex's own helpers: they write
+    """The kind of agent. `compact`, `memory_consolidation` and `guardian` are Codex's own helpers: they write
     summaries, note what to remember, and judge calls.
     """
     if "compact" in helper:
@@ -78,7 +77,7 @@ def _kind(turn: Mapping[str, Json], helper: str, parent: str) -> str:
 
 
 def _turn(header: str | None) -> Mapping[str, Json]:
-    """Codex's metadata of the turn, JSON in a header; empty where there is none."""
+    """Codex's metadata of the turn, which is JSON in a header. Empty if there is none."""
     try:
         return _object(read_json(header.encode("utf-8", "replace"))) if header else {}
     except Refused:
@@ -98,7 +97,7 @@ def _text(value: Json) -> str:
 SEALED_THINKING: Final = "reasoning.encrypted_content"
 LOGPROBS: Final = "message.output_text.logprobs"
 
-# The request fields that a response echoes, with their values where the request has none.
+# The request fields that a response echoes, with their values for a request that does not have them.
 _ECHOED: Final[Object] = {
     "background": False,
     "instructions": None,
@@ -121,8 +120,8 @@ _ECHOED: Final[Object] = {
 
 
 def read(body: bytes, envelope: Envelope) -> ModelRequest:
-    """Read a Responses body, or one whose conversation is to be compacted or counted. Raises Refused with the
-    path of the field.
+    """Read a Responses body, or a body whose conversation is to be compacted or counted. Raises Refused with
+    the path of the field.
     """
     request, unknown = read_body(body, ResponsesRequest, envelope.parts)
     if request.model is None and envelope.operation == "generate":
@@ -163,7 +162,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
 
 @frozen
 class _Item:
-    """An item of the conversation, and what earlier requests tell of it where the body has it."""
+    """An item of the conversation, and what is known about it from earlier requests if it is in the body."""
 
     path: str
     value: Object
@@ -171,7 +170,9 @@ class _Item:
 
 
 def _items(request: ResponsesRequest, envelope: Envelope) -> Iterator[_Item]:
-    """Every item of the conversation, stored ones first, with references replaced by the items they name."""
+    """Every item of the conversation, stored ones first. References are replaced by the items that
+    they name.
+    """
     if request.previous_response_id is not None:
         for item in history.previous(envelope.memory, request.previous_response_id):
             yield _Item("$.previous_response_id", item)
@@ -197,7 +198,7 @@ def _triggers(items: list[_Item]) -> bool:
 
 @frozen
 class _Listed:
-    """What stands in the request's own list of tools."""
+    """The content of the request's own list of tools."""
 
     tools: tuple[Tool, ...]
     ignored: tuple[str, ...]
@@ -269,7 +270,7 @@ def _constraint(request: ResponsesRequest) -> Constraint | None:
 
 
 def _unused(request: ResponsesRequest) -> Iterator[str]:
-    """The paths of fields without effect. Logprobs are shown only when `include` asks for them, as in the API
+    """The paths of fields without effect. Logprobs are shown only if `include` asks for them, as in the API
     itself.
     """
     if request.top_logprobs and LOGPROBS not in (request.include or ()):
@@ -297,8 +298,8 @@ def _extras(
     *,
     compacts: bool,
 ) -> Object:
-    """What the writer needs of the request: the echoed fields; whether thinking is sealed; the format of
-    tools that were added later; what to store, or what a compaction keeps visible.
+    """What the writer needs of the request: the echoed fields, whether thinking is sealed, the format of
+    tools that were added later, and what to store or what a compaction keeps visible.
     """
     extras: Object = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
     if transcript.later:
@@ -312,7 +313,8 @@ def _extras(
             if item.value.get("role") == "user" and item.value.get("type") in (None, "message")
         ]
     elif envelope.operation == "generate" and request.store is not False:
-        # A conversation after a compaction begins with its one item, which replaces all before it.
+        # After a compaction a conversation begins with the compaction's single item, which replaces
+        # everything before it.
         shown = [] if compacts else items
         digests = (
             history.item_digest(item.value) if item.known is None else item.known.digest for item in shown

@@ -1,8 +1,8 @@
 """Responses: the accepted JSON, as attrs classes. Unknown fields (`status`, `phase`,
 `internal_chat_message_metadata_passthrough` …) are accepted everywhere and not read.
 
-Items, tools and parts of content are open sets (every release of Codex brings new ones), so each is shaped by
-its `type` where it is read, and an unknown type is reported in `ignored`, never refused.
+Items, tools and parts of content are open sets, because every release of Codex brings new ones. So each is
+given a shape by its `type` when it is read, and an unknown type is reported in `ignored`, never refused.
 """
 
 from typing import Literal
@@ -18,7 +18,7 @@ Object = dict[str, Json]
 
 @frozen
 class PartShape:
-    """A part of content; `type` decides which field holds its text."""
+    """A part of content. `type` decides which field holds its text."""
 
     type: str
     text: str | None = None
@@ -41,7 +41,7 @@ class MessageItem:
 
 @frozen
 class AgentMessageItem:
-    """A message from one of Codex's agents to another; its text names the sender."""
+    """A message from one of Codex's agents to another. Its text names the sender."""
 
     content: Content = None
 
@@ -49,7 +49,7 @@ class AgentMessageItem:
 @frozen
 class ReasoningItem:
     """`content` is raw thinking, `summary` the part of it that is shown. `encrypted_content` is this node's,
-    or another server's and opaque.
+    or it is another server's and opaque.
     """
 
     summary: tuple[PartShape, ...] | None = None
@@ -65,8 +65,8 @@ class CompactionItem:
 
 @frozen
 class FunctionCallItem:
-    """`arguments` is JSON text, kept verbatim; some clients send the object itself, or nothing for no
-    arguments.
+    """`arguments` is JSON text, kept verbatim. Some clients send the object itself, or nothing if there are
+    no arguments.
     """
 
     name: str
@@ -166,7 +166,7 @@ class NamespaceTool:
 
 @frozen
 class SearchTool:
-    """With `execution` client the harness looks the tools up; else the search runs on the API's own
+    """With `execution` client the harness looks the tools up. Otherwise the search runs on the API's own
     servers.
     """
 
@@ -177,7 +177,7 @@ class SearchTool:
 
 @frozen
 class ShellTool:
-    """`environment` is absent or local where the client runs the commands."""
+    """`environment` is absent or local if the client runs the commands."""
 
     environment: Json = None
 
@@ -192,7 +192,7 @@ class ReasoningShape:
 
 @frozen
 class TextFormat:
-    """`json_schema` requires a `schema`; the other types have only their name."""
+    """`json_schema` requires a `schema`. The other types have only their name."""
 
     type: Literal["text", "json_schema", "json_object"]
     schema: Object | None = None
@@ -217,11 +217,11 @@ _NO_PROMPT = "prompt templates are not kept here: send the prompt's text as inst
 
 @frozen(kw_only=True)
 class ResponsesRequest:
-    """The body. Every field may be absent or null but `model`, which the reader checks. `generate` false only
-    warms a connection.
+    """The body. Every field may be absent or null except `model`, which the reader checks. If `generate` is
+    false, the request only warms a connection.
 
-    Items and tools, and what the response echoes (`text`, `reasoning`), are kept as sent; their readers
-    convert them to shapes.
+    Items, tools, and what the response echoes (`text`, `reasoning`) are kept as sent. Their readers convert
+    them to shapes.
     """
 
     model: str | None = None
@@ -243,7 +243,7 @@ class ResponsesRequest:
     text: Object | None = None
     truncation: str | None = None
     client_metadata: Json = None
-    metadata: Json = None  # this field and the next are only echoed
+    metadata: Json = None  # This field and the next are only echoed.
     max_tool_calls: Json = None
     prompt_cache_key: Json = None
     safety_identifier: Json = None

@@ -1,9 +1,9 @@
 """Responses: the tools shown to the model, and the spelling of its calls.
 
-Every tool that the client can run is shown as a function, under one name (`namespace.name`), with a
-`spelling` from which the writer restores the tool's kind; tools that run on the API's own servers are dropped
-and their path is reported. A tool that appears in the middle of a conversation is text at that place
-(`describe_tools`), so that what stands before it does not change.
+Every tool that the client can run is shown as a function under one name (`namespace.name`), with a `spelling`
+from which the writer restores the tool's kind. Tools that run on the API's own servers are dropped, and their
+path is reported. A tool that appears in the middle of a conversation is described as text at that place
+(`describe_tools`), so that nothing before it changes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ from polarnode.providers.shapes import compact
 
 T = TypeVar("T")
 
-# OpenAI's name for no namespace: its members are shown by their plain names
+# OpenAI's name for no namespace. Members of it are shown by their plain names.
 DEFAULT_NAMESPACE: Final = "functions"
 
 _TEXT: Final[Json] = {"type": "string"}
@@ -85,12 +85,12 @@ _SEARCH: Final = Tool(
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """The single name by which the model knows a tool."""
+    """The one name by which the model knows a tool."""
     return name if namespace in (None, "", DEFAULT_NAMESPACE) else f"{namespace}.{name}"
 
 
 def shaped(value: Json, shape: type[T], path: str) -> T:
-    """`value` as a `shape`. Raises Refused with the path from the body's root."""
+    """`value` as a `shape`. Raises Refused with a path from the root of the body."""
     try:
         return structure(value, shape)
     except Refused as error:
@@ -99,7 +99,7 @@ def shaped(value: Json, shape: type[T], path: str) -> T:
 
 @define(eq=False)
 class Toolbox:
-    """The content of a list of tools: those shown to the model, the paths of the others, and notes for
+    """The content of lists of tools: the tools shown to the model, the paths of the others, and notes for
     readers of the turn.
     """
 
@@ -115,7 +115,7 @@ class Toolbox:
         )
         for index, shape in enumerate(listed):
             if searched and shape.get("defer_loading") is True:
-                self.ignored.append(f"{path}[{index}]")  # shown after a search has found it
+                self.ignored.append(f"{path}[{index}]")  # This tool is shown once a search has found it.
             else:
                 self._take(shape, f"{path}[{index}]", None)
 
@@ -133,8 +133,8 @@ class Toolbox:
                 self.tools.append(_within(tool, namespace))
 
     def _namespace(self, shape: NamespaceTool, path: str) -> None:
-        """The members of a namespace. Its own description precedes that of its first member, once, as it has
-        no other place.
+        """Read the members of a namespace. The namespace's own description is put before that of its first
+        member, because there is no other place for it.
         """
         first = len(self.tools)
         for index, member in enumerate(shape.tools):
@@ -151,7 +151,7 @@ class Toolbox:
         return Tool(name=found.name, description=found.description or "", parameters=found.parameters or {})
 
     def custom(self, shape: Object, path: str) -> Tool:
-        """A freeform tool: it takes one string, whose grammar is shown to the model."""
+        """A freeform tool. It takes one string, whose grammar is shown to the model."""
         found = shaped(shape, CustomTool, path)
         rule = _rule(found.format)
         if rule:
@@ -194,7 +194,7 @@ _READERS: Final[dict[str, Callable[[Toolbox, Object, str], Tool | None]]] = {
 
 
 def _within(tool: Tool, namespace: str | None) -> Tool:
-    """The tool under its full name; its spelling keeps its namespace and own name."""
+    """The tool under its full name. Its spelling keeps its namespace and its own name."""
     if namespace is None:
         return tool
     spelling = {"kind": "function", **tool.spelling, "name": tool.name, "namespace": namespace}
@@ -208,7 +208,7 @@ def _rule(shape: FormatShape | None) -> str:
 
 
 def describe_tools(tools: Iterable[Tool]) -> str:
-    """Tools as text, one per line, in the form most chat templates use in the system prompt."""
+    """Tools as text, one per line, in the form that most chat templates use in the system prompt."""
     return "\n".join(_line(tool) for tool in tools)
 
 
@@ -229,7 +229,7 @@ def _line(tool: Tool) -> str:
 
 
 def tool_choice(choice: str | Object | None, tools: Iterable[Tool]) -> tuple[str, list[str]]:
-    """The tool choice in the terms of `Conversation`, with notes on what is not enforced."""
+    """The tool choice in the terms of `Conversation`, and notes on what is not enforced."""
     if choice is None:
         return "auto", []
     if isinstance(choice, str):
@@ -263,7 +263,7 @@ def _word(word: Json, path: str) -> str:
 
 
 def _named(choice: Object) -> Iterator[str]:
-    """The name in a choice: the tool's own or, for tools without one, their type."""
+    """The names that a choice may mean: the tool's own name or, for tools without one, their type."""
     name, namespace = choice.get("name"), choice.get("namespace")
     if isinstance(name, str):
         yield full_name(name, namespace if isinstance(namespace, str) else None)

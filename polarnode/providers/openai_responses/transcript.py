@@ -1,12 +1,12 @@
-"""Responses: a list of items as the messages of a conversation.
+"""Responses: read a list of items as the messages of a conversation.
 
 Consecutive assistant items (thinking, text, calls) are one answer and become one message, joined as `Answer`
-joins its parts; everything else stays one to one, so that an append-only history stays append-only. Content
-that cannot be shown to the model is reported by its path, except images and files, which the user means it to
-see: those are refused.
+joins its parts. Everything else stays one to one, so that an append-only history stays append-only. Content
+that cannot be shown to the model is reported by its path, except for images and files: the user means the
+model to see them, so they are refused.
 
-Requests repeat their items. What `known_item` finds of an item alone is the same wherever the item stands,
-so it is read once; any other item is read in its place.
+Requests repeat their items. What `known_item` reads from an item alone is the same wherever the item stands,
+so it is read once. Any other item is read in its place.
 """
 
 import re
@@ -50,10 +50,10 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", 
 _NOT_TEXTS: Final = frozenset(
     {
         *("input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"),
-        *("image", "audio"),  # of MCP
+        *("image", "audio"),  # types of MCP
     }
 )
-# OpenAI's own server encrypts an agent's message as a Fernet token
+# OpenAI's own server encrypts a message between agents as a Fernet token.
 _ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")
 NEW_TOOLS: Final = "From here on these tools can be called too:"
 FOUND_TOOLS: Final = "Found these tools, which can be called from here on:"
@@ -62,8 +62,8 @@ FOUND_NONE: Final = "Found no tools."
 
 @define(eq=False)
 class Transcript:
-    """The conversation in a list of items, read one by one. `head` holds the tools before the first message,
-    `later` the tools that are added in the conversation, as text.
+    """The conversation in a list of items, which are read one by one. `head` holds the tools before the first
+    message, `later` the tools that are added during the conversation, as text.
     """
 
     messages: list[Message] = field(factory=list)
@@ -77,7 +77,7 @@ class Transcript:
     _refs: list[str] = field(factory=list, init=False)
     _answering: bool = field(default=False, init=False)
     _unsealed_room: int = field(default=UNSEALED_BYTES, init=False)
-    _unsealed_bytes: int = field(default=0, init=False)  # of the sealed items as they decompress
+    _unsealed_bytes: int = field(default=0, init=False)  # the bytes of the sealed items after decompression
 
     def read(self, item: Object, path: str) -> None:
         """Read one more item."""
@@ -93,7 +93,7 @@ class Transcript:
             reader(self, item, path)
 
     def take(self, item: Object, path: str, known: "KnownItem | None") -> None:
-        """Read one more item, of which this may be known."""
+        """Read one more item, or use what is known about it from an earlier request."""
         alone = None if known is None else known.alone
         if alone is None or alone.unsealed_bytes >= self._unsealed_room:
             self.read(item, path)
@@ -108,8 +108,8 @@ class Transcript:
         self._unsealed_room -= alone.unsealed_chars
 
     def plain(self) -> "PlainContent | None":
-        """What was read, where that is nothing but messages and parts of answers, none of which depends on a
-        path.
+        """What was read, if it consists of messages and parts of answers only, none of which depends on a
+        path; else None.
         """
         head = self.head
         if self.ignored or self.notes or self.later or head.tools or head.ignored or head.notes:
@@ -126,7 +126,7 @@ class Transcript:
         )
 
     def add(self, message: Message) -> None:
-        """Add a message that is not the assistant's; an open answer ends before it."""
+        """Add a message that is not the assistant's. An open answer ends before it."""
         self.close()
         self.messages.append(message)
 
@@ -158,16 +158,16 @@ class Transcript:
             self.add(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
 
     def agent_message(self, item: Object, path: str) -> None:
-        """Read a message between Codex's agents. Codex assumes the server encrypts these messages (a schema
-        contains `encrypted`) and passes them on unread, as received. This node sends them in clear. They must
-        be read: a sub-agent has no other task.
+        """Read a message between Codex's agents. Codex assumes that the server encrypts these messages (a
+        schema contains `encrypted`), and passes them on unread, as received. This node sends them in clear.
+        They must be read, because a sub-agent gets its task in no other way.
         """
         shape = shaped(item, AgentMessageItem, path)
         self.add(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
 
     def reasoning(self, item: Object, path: str) -> None:
-        """Thinking: what this node sealed, else the raw thinking, else its summary. Content sealed by another
-        server is not opened, only kept as a reference; where nothing else is in the item, it is no answer.
+        """Read thinking: what this node sealed, else the raw thinking, else its summary. Content that another
+        server sealed is not opened, only kept as a reference. An item with nothing else is no answer.
         """
         shape = shaped(item, ReasoningItem, path)
         ours = self._unsealed(shape.encrypted_content)
@@ -185,8 +185,8 @@ class Transcript:
         self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
 
     def compaction(self, item: Object, path: str) -> None:
-        """This node's own summary of the earlier conversation. Another server's cannot be read: the
-        conversation begins after it.
+        """Read this node's own summary of the earlier conversation. The summary of another server cannot be
+        read, so the conversation then begins after it.
         """
         ours = self._unsealed(shaped(item, CompactionItem, path).encrypted_content)
         if ours is None or ours.summary is None:
@@ -198,7 +198,7 @@ class Transcript:
             self.add(Message(role="user", text=retold(ours.summary)))
 
     def _unsealed(self, opaque: str | None) -> SealedContent | None:
-        """What this node sealed, as long as all of a request's sealed items have room together."""
+        """The content that this node sealed, as long as all sealed items of a request together have room."""
         found = unseal(opaque or "", most=self._unsealed_room)
         if found is not None:
             self._unsealed_room -= len(found.thinking) + len(found.summary or "")
@@ -219,7 +219,7 @@ class Transcript:
         )
 
     def action_call(self, item: Object, path: str) -> None:
-        """A call of `local_shell`, `shell` or `apply_patch`, as the arguments that the model gave."""
+        """Read a call of `local_shell`, `shell` or `apply_patch` as the arguments that the model gave."""
         shape = shaped(item, ActionCallItem, path)
         name = str(item["type"]).removesuffix("_call")
         action = (shape.operation if name == "apply_patch" else shape.action) or {}
@@ -265,7 +265,7 @@ class Transcript:
         )
 
     def additional_tools(self, item: Object, path: str) -> None:
-        """Tools of the head before the first message, else a message at their place."""
+        """Before the first message these are tools of the head, else a message at their place."""
         tools = shaped(item, AdditionalToolsItem, path).tools or ()
         if not self._answering and all(message.role == "system" for message in self.messages):
             self.head.read(tools, f"{path}.tools")
@@ -281,14 +281,14 @@ class Transcript:
         return box.tools
 
     def computer(self, item: Object, path: str) -> None:
-        """Refuse what was done on a screen: without it the agent would go on blindly."""
+        """Refuse what was done on a screen, because the agent would go on without having seen it."""
         raise Refused(
             f"this model sees no screen, so a {item.get('type')} cannot be shown: leave out that tool",
             path=path,
         )
 
     def _result(self, output: Json, path: str) -> str:
-        """A call's result, in every format: text, parts, a shell's streams, or any other JSON verbatim."""
+        """A call's result in any format: text, parts, the streams of a shell, or any other JSON verbatim."""
         if isinstance(output, str):
             return as_unseen(output)
         if isinstance(output, list) and any(
@@ -324,7 +324,7 @@ def _part_text(part: PartShape) -> str | None:
 
 
 def _streams(part: Json) -> str:
-    """One command of a shell: its output and its outcome."""
+    """The output and the outcome of one command of a shell."""
     if not isinstance(part, dict):
         return compact(part)
     outcome = part.get("outcome")
@@ -367,8 +367,8 @@ _READERS: Final[dict[str, Callable[[Transcript, Object, str], None]]] = {
 
 @frozen(kw_only=True)
 class PlainContent:
-    """What stands in an item, wherever it stands. Its empty tuples take no memory, of which a list takes 56
-    bytes.
+    """The content of an item, wherever the item stands. It uses tuples, because an empty tuple takes no
+    memory and a list takes 56 bytes.
     """
 
     messages: tuple[Message, ...]
@@ -383,8 +383,8 @@ class PlainContent:
 
 @frozen
 class KnownItem:
-    """An item that a session's requests repeat: its digest, and what stands in it `alone`; None where that
-    depends on its place, and where it is refused.
+    """An item that a session's requests repeat: its digest, and its content read `alone`. That is None if the
+    content depends on the item's place, or is refused.
     """
 
     digest: bytes
@@ -392,10 +392,10 @@ class KnownItem:
 
 
 def known_item(item: Object) -> KnownItem:
-    """What is found of an item alone."""
+    """What can be read from an item alone."""
     digest, alone = item_digest(item), Transcript()
     try:
         alone.read(item, "$")
-    except Refused:  # with a path that only its place gives
+    except Refused:  # The refusal needs the path of the item's place.
         return KnownItem(digest, None)
     return KnownItem(digest, alone.plain())

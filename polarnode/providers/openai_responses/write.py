@@ -1,8 +1,9 @@
 """Responses: answers, whole or as events, their items, and errors inside a stream.
 
-An item's id is the answer's id and its place, the same in a stream and whole; `call_id` is the id that was
-made and signed. A call has the format of its tool, or is a plain `function_call` where the model's arguments
-do not fit that format, so that the harness's own check reports it to the model.
+An item's id is made from the answer's id and the item's place, and is the same in a stream and in a whole
+answer. `call_id` is the id that was made and signed. A call has the format of its tool. If the model's
+arguments do not fit that format, it is a plain `function_call`, so that the harness's own check reports the
+error to the model.
 
 Every event has an `event:` line and a `sequence_number`, counted from 0. `response.created` is the very
 first, because OpenAI's SDK reads nothing before it. An item is closed by `response.output_item.done`, at
@@ -39,7 +40,7 @@ from polarnode.providers.openai_responses.shapes import Object
 
 
 def in_stream(fault: Fault) -> Json:
-    """The `error` of a `response.failed`; None for a fault after which a client should retry: its connection
+    """The `error` of a `response.failed`. None for a fault after which a client should retry: its connection
     is broken without an event.
 
     `invalid_prompt` is the one code in this API's streams that is fatal to Codex and does not concern
@@ -53,7 +54,7 @@ def in_stream(fault: Fault) -> Json:
 
 # ── output ────────────────────────────────────────────────────────────
 
-_LEAST_LOGPROB: Final = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
+_LEAST_LOGPROB: Final = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
 
 
 def usage_json(usage: Usage) -> Json:
@@ -90,9 +91,9 @@ def response_json(
 
 
 def status(call: ModelCallInfo, answer: Answer) -> str:
-    """The status. A compaction is complete, because its single item is whole. A sample cut by an abort is
-    reported like one cut by a limit: both mean that the answer is incomplete, and this API has no other
-    reason.
+    """The status. A compaction is complete, because its single item is whole. A sample that an abort cut is
+    reported like one that a limit cut, because both mean that the answer is incomplete, and this API has no
+    other reason.
     """
     compacts = bool(call.request.extras.get("compacts"))
     return "incomplete" if call.cut(answer) and not compacts else "completed"
@@ -140,7 +141,7 @@ def message_json(
 
 
 def reasoning_json(call: ModelCallInfo, text: str, index: int) -> Object:
-    """Thinking, as a summary (Codex shows and echoes it), and sealed where the client asked for that. A
+    """Thinking, as a summary (Codex shows and echoes it), and also sealed if the client asked for that. A
     sealed item always contains this node's signature, which distinguishes echoed answers with the same text.
     """
     sealed = seal(
@@ -212,12 +213,12 @@ def _spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
 
 
 def _by_kind(kind: str, arguments: str) -> Object | None:
-    """The fields of a call of this kind; None where the arguments do not fit them."""
+    """The fields of a call of this kind. None if the arguments do not fit them."""
     value = openai.object_of(arguments)
     if value is None:
         return None
     if kind == "tool_search":
-        # The sampled text verbatim, inserted unparsed, so that no number is rounded.
+        # The sampled text is inserted verbatim and unparsed, so that no number is rounded.
         return {"execution": "client", "arguments": cast(Json, orjson.Fragment(arguments or "{}"))}
     if kind == "local_shell":
         action: Object = {"type": "exec", "env": {}}
@@ -259,8 +260,8 @@ def _token(data: bytes, logprob: float) -> Object:
 
 
 def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list[Sequence[TokenLogprob]]:
-    """Each text's own tokens, by the bytes they decode to; the last text also gets the rest (tokens of a stop
-    string).
+    """Divide the tokens among the texts that they wrote, by the bytes to which they decode. The last text
+    also gets the rest (the tokens of a stop string).
     """
     found: list[Sequence[TokenLogprob]] = [()] * len(parts)
     texts = [index for index, part in enumerate(parts) if isinstance(part, TextPart)]
@@ -281,7 +282,7 @@ def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list
 
 
 def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
-    """A `response` body; a `response.compaction` where a conversation was compacted."""
+    """A `response` body, or a `response.compaction` if the conversation was compacted."""
     sent = call.request.extras.get("sent")
     if isinstance(sent, list):
         return dump_json(_compacted(call, sent, answer, usage))
@@ -311,7 +312,7 @@ def _user(call: ModelCallInfo, item: Object, index: int) -> Json:
 
 @define(eq=False)
 class _Open:
-    """The item to which deltas are added."""
+    """The item to which deltas are now added."""
 
     kind: type[TextDelta | ThinkingDelta]
     index: int
@@ -321,7 +322,7 @@ class _Open:
 
 @define(eq=False)
 class ResponseStream:
-    """One answer as events. Items are numbered as they open; at most one is open, and a delta of another kind
+    """One answer as events. Items are numbered as they open. At most one is open, and a delta of another kind
     closes it.
     """
 
@@ -337,7 +338,7 @@ class ResponseStream:
 
     def delta(self, delta: Delta, *, choice: int = 0) -> bytes:
         if self.call.request.extras.get("compacts"):
-            return b""  # a compaction is a single item, sealed when the summary is complete
+            return b""  # A compaction is a single item, which is sealed when the summary is complete.
         match delta:
             case TextDelta(text, logprobs):
                 return self._text(text, logprobs) if text else b""
@@ -365,8 +366,8 @@ class ResponseStream:
     def failed(self, fault: Fault) -> LastWords | None:
         """Break the connection for a fault that can be retried: Codex, Pi and all others then repeat the
         request, while Pi ends its run on any error event. Other faults (the session is over, the context is
-        too long) are reported by `response.failed`, on which they stop or compact: Codex does so at the
-        stream's end, and forgets that event when the connection breaks.
+        too long) are reported by `response.failed`, on which clients stop or compact. Codex does so at the
+        end of the stream, and forgets that event if the connection breaks.
         """
         error = in_stream(fault)
         if error is None:
@@ -447,8 +448,8 @@ class ResponseStream:
     # ── calls ─────────────────────────────────────────────────────────────────
 
     def _called(self, made: ToolCall) -> bytes:
-        """A whole call at once: opened empty, its input as one delta where its kind has such events, then
-        done.
+        """A whole call at once: the item is opened empty, its input follows as one delta if its kind has such
+        events, and then it is done.
         """
         item = call_json(self.call, made, len(self.items))
         started = item | {"status": "in_progress"}

@@ -1,8 +1,8 @@
 """How model families write tool calls: the table of syntaxes.
 
-A reader takes a body and the tools and returns all calls of the body, or None if any of it is malformed; the
-body is then visible text. To add a syntax, add its reader, its word in `families.CallSyntax` and its line
-here. `read_none` is for families that were not trained to call: whatever they write is text.
+A reader takes a body and the tools, and returns all calls of the body. If any of it is malformed it returns
+None, and the body is then visible text. To add a syntax, add its reader, its word in `families.CallSyntax`
+and its line here. `read_none` is for families that were not trained to call: whatever they write is text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from polarnode.tokens.tool_calls import CallBody, ReadCall
 
 
 def read_none(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """No call."""
+    """Return None, because these families have no calls."""
     return None
 
 

@@ -1,9 +1,10 @@
-"""Which closing mark ends the call being written: a call may hold that very mark as data.
+"""Decide which closing mark ends the call being written, because a call may hold that very mark as data.
 
 A file that a call writes may contain `</tool_call>`, and a model samples it there as the control token that
-ends a call. JSON and Gemma's braces say where a string ends, so a mark inside a string is data. In tags
-nothing is escaped: a mark ends the call only where the call can be read, and a later mark wins over an
-earlier one while nothing else was begun between them, because the text between was then a value's.
+ends a call. JSON and Gemma's braces show where a string ends, so a mark inside a string is data. In tags
+nothing is escaped. There a mark ends the call only if the call can be read up to it. A later mark takes
+precedence over an earlier one, as long as nothing else began between them, because the text between them then
+belonged to a value.
 """
 
 import re
@@ -17,12 +18,13 @@ from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.syntax.tag_calls import QUOTE, VALUE_TAGS, ValueTags
 from polarnode.tokens.tool_calls import SPACE, ReadCall, Region, Spot
 
-# data: the call is not over. decides: the call ends here, readable or not. whole: it can end here, and a
-# later mark may still win.
+# data: the call is not finished. decides: the call ends here, whether it can be read or not. whole: the call
+# may end here, unless a later mark takes precedence.
 CloseKind = Literal["data", "decides", "whole"]
 
-# readings of calls of tags in one answer to find where they end, each of which costs up to the call's length:
-# a file about this very syntax holds some dozens of closing tags that are not balanced
+# The number of times that calls of one answer are read to find where they end, in syntaxes of tags. Each
+# reading costs up to the length of the call. A file about this very syntax holds some dozens of unbalanced
+# closing tags.
 READINGS: Final = 64
 _STRING: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
@@ -32,7 +34,7 @@ class Strings:
     """Whether a text, read piece by piece, ends inside a JSON string."""
 
     open: bool = False
-    _escape: bool = field(default=False, init=False)  # the last letter escapes the next one
+    _escape: bool = field(default=False, init=False)  # whether the last letter escapes the next one
 
     def read(self, text: str) -> None:
         """Read more text."""
@@ -48,7 +50,7 @@ class Strings:
                 continue
             found = _STRING.match(text, at)
             at = len(text) if found is None else found.end()
-            if at < len(text):  # a quote, or the backslash that is the text's last letter
+            if at < len(text):  # Here is a quote, or the backslash that is the last letter of the text.
                 self.open, self._escape = text[at] != '"', text[at] == "\\"
                 at += 1
 
@@ -56,7 +58,7 @@ class Strings:
 @frozen
 class Close:
     """A closing mark that may be data: what the region held before it, and how many ids were kept to be read
-    again up to and with it.
+    again, up to and including it.
     """
 
     spot: Spot
@@ -67,8 +69,8 @@ class Close:
 
 @define(eq=False, kw_only=True)
 class CallEnds:
-    """The closing marks of the call being written: the first that may be data, and the last at which the call
-    can be read. `readings`: how often a call of this answer was read to find that out.
+    """The closing marks of the call being written: the first that may be data, and the last up to which the
+    call can be read. `readings` counts how often a call of this answer was read to find that out.
     """
 
     syntax: CallSyntax
@@ -82,7 +84,7 @@ class CallEnds:
     _open_values: int = field(default=0, init=False)
 
     def kind(self, region: Region, read: Callable[[], tuple[ReadCall, ...] | None]) -> CloseKind:
-        """What a closing mark after the region means. `read` reads the region."""
+        """What a closing mark after the region means. `read` reads the calls of the region."""
         pieces, self._scanned = region.since(self._scanned), region.spot
         tags = VALUE_TAGS.get(self.syntax)
         if tags is None:
@@ -108,7 +110,7 @@ class CallEnds:
                 self._strings.open = not self._strings.open
 
     def _may_be_whole(self, pieces: Sequence[tuple[str, bool]], tags: ValueTags) -> bool:
-        """Whether the call may be whole, told from the text since the last closing mark: it ends with the
+        """Whether the call may be whole, judged by the text since the last closing mark: it ends with the
         last tag of a call, and no value is open.
         """
         if tags.last in self.control:

@@ -1,4 +1,4 @@
-"""Why a call could not be read, in a few words for the turn's notes. Nothing decides on them."""
+"""The reason why a call could not be read, in a few words for the turn's notes. No code depends on it."""
 
 import json
 import re
@@ -18,7 +18,7 @@ UNENDED: Final = "it has no closing tag"
 
 
 def fault_of(body: CallBody, syntax: CallSyntax) -> str:
-    """The first thing that is wrong with a body that its reader refused."""
+    """The first thing that is wrong in a body that its reader refused."""
     if syntax in _TAGS:
         return _fault_of_tags(body.text, *_TAGS[syntax])
     if syntax == "braces":

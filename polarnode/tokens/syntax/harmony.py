@@ -1,8 +1,8 @@
-"""gpt-oss's messages: a header names the recipient and the channel, and so says what the message is.
+"""The messages of gpt-oss. A header names the recipient and the channel, and so decides what the message is.
 
-`<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{...}<|call|>`; the
-first `<|start|>assistant` is the prompt's, and the recipient may stand before the channel. Invariant: a
-header is read whole or not at all, and one that cannot be read is shown.
+`<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{...}<|call|>`. The
+first `<|start|>assistant` belongs to the prompt, and the recipient may precede the channel. Invariant: a
+header is read whole or not at all, and a header that cannot be read is shown.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 _ROLE: Final = "assistant"
 _CHANNELS: Final = ("analysis", "commentary", "final")
 _TO: Final = "to="
-# limit in letters on an unfinished header: OpenAI's longest name is 64, and a growing header is read again
-# each time
+# The limit in letters on an unfinished header. OpenAI's longest name is 64, and a growing header is read
+# again each time.
 _LONGEST: Final = 500
 _PEOPLE: Final = frozenset(("user", "assistant"))  # recipients that are no tools
 _BEGINNINGS: Final = tuple(
@@ -28,8 +28,8 @@ _BEGINNINGS: Final = tuple(
 
 @frozen
 class Header:
-    """What a message is, and the tool that it calls. `final`: a recipient on the final channel, whose message
-    is the user's unless it can be read as a call.
+    """What a message is, and the tool that it calls. `final`: the header has a recipient on the final
+    channel, so the message is for the user unless it can be read as a call.
     """
 
     mode: Literal["text", "thinking", "call"]
@@ -38,26 +38,24 @@ class Header:
 
 
 def read_header(body: CallBody) -> Header | None:
-    """The header that a text begins with, up to and with its `message` mark; None for one that cannot
-    be read.
-    """
+    """The header with which a text begins, including its `message` mark. None if it cannot be read."""
     cursor = Cursor(body)
     return _header(cursor)
 
 
 def read_harmony(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call in a header and its message, None if it is malformed. An empty message has no arguments."""
+    """The call in a header and its message. None if it is malformed. An empty message means no arguments."""
     cursor = Cursor(body)
     header = _header(cursor)
     if header is None or header.name is None:
         return None
-    # the model is shown a tool without parameters as `() => any`
+    # The model is shown a tool without parameters as `() => any`, and may send an empty message.
     arguments = cursor.rest.strip(SPACE) or "{}"
     return None if read_object(arguments) is None else (ReadCall(header.name, arguments),)
 
 
 def may_be_header(body: CallBody) -> bool:
-    """Whether a text may still become a header: before its channel there are only the role and the
+    """Whether a text may still become a header: before its channel it may hold only the role and the
     recipient.
     """
     text, started = body.text, body.has(START, 0)
@@ -108,6 +106,6 @@ def _message(recipient: str, channel: str) -> Header | None:
 
 
 def _place(body: CallBody, tag: str, end: int) -> int:
-    """The position of a tag in a header, the header's end if absent."""
+    """The position of a tag in a header; the header's end if it is absent."""
     at = body.find(tag, 0)
     return at if 0 <= at < end else end

@@ -1,13 +1,13 @@
-"""Calls whose arguments are one strict JSON object, kept as it was written.
+"""Calls whose arguments are one strict JSON object, which is kept as it was written.
 
 - `json` (Hermes, Qwen3, SmolLM3 and many more): between marks one object of exactly `name` and `arguments`.
 - `fenced` (DeepSeek V3, R1): `function`, the separator, the name, and the arguments in a json code fence.
 - `separated` (DeepSeek V3.1): the name, the separator, the arguments and nothing else.
 - `numbered` (Kimi K2): an id with the name and a number, `functions.name:0`, then the arguments. The id is
-  the model's own, and its result is shown under it. The number counts through the whole conversation, so it
-  is no place among an answer's calls.
+  the model's own, and the result is shown under it. The number counts through the whole conversation, so it
+  is not the place of the call in its answer.
 - `bare_json` (Llama 3): an answer without marks that is one object of `name` and `parameters`, or several
-  with semicolons between them. Only its end decides, so it is held back while it may still be a call; `Begun`
+  with semicolons between them. Only its end decides, so it is held back as long as it may be a call. `Begun`
   gives up at the first letter that no call has, so that an answer that merely is JSON is streamed.
 """
 
@@ -32,7 +32,7 @@ from polarnode.tokens.tool_calls import (
 
 
 def read_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call between a call's marks, None if it is malformed."""
+    """The call between the marks of a call. None if it is malformed."""
     value = read_object(body.text)
     if value is None or value.keys() != {"name", "arguments"}:
         return None
@@ -49,7 +49,7 @@ _CLOSE: Final = "\n```"
 
 
 def read_fenced(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call between a call's marks, None if it is malformed."""
+    """The call between the marks of a call. None if it is malformed."""
     cursor = Cursor(body)
     kind = cursor.until(body.separator)
     name = cursor.until(_OPEN)
@@ -66,7 +66,7 @@ def read_fenced(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] |
 
 
 def read_separated(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call between a call's marks, None if it is malformed."""
+    """The call between the marks of a call. None if it is malformed."""
     parted = head_and_arguments(body)
     if parted is None or not is_name(parted[0]):
         return None
@@ -74,7 +74,7 @@ def read_separated(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...
 
 
 def head_and_arguments(body: CallBody) -> tuple[str, str] | None:
-    """The text before the separator, and the arguments' text after it; None if that is not an object."""
+    """The text before the separator, and the text of the arguments after it. None if that is no object."""
     cursor = Cursor(body)
     head = cursor.until(body.separator)
     if head is None or read_object(cursor.rest) is None:
@@ -86,7 +86,7 @@ def head_and_arguments(body: CallBody) -> tuple[str, str] | None:
 
 
 def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call between a call's marks, None if it is malformed. An id without a name is malformed,
+    """The call between the marks of a call. None if it is malformed. An id without a name is malformed,
     because the tool would be a guess.
     """
     parted = head_and_arguments(body)
@@ -102,13 +102,13 @@ def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...]
 # ── bare json ─────────────────────────────────────────────────────────────────────────────────────
 
 _ARGUMENTS: Final = ("parameters", "arguments")
-# Llama shows tools with `"type": "function"`, and at times repeats it in a call
+# Llama is shown tools with `"type": "function"`, and sometimes repeats it in a call.
 _KEYS: Final = frozenset(("type", "name", *_ARGUMENTS))
 _LONGEST_KEY: Final = max(map(len, _KEYS))
 
 
 def read_bare_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The calls that a whole answer consists of, None if it is anything else."""
+    """The calls of which a whole answer consists. None if it is anything else."""
     cursor, calls = Cursor(body), []
     while True:
         cursor.skip()
@@ -142,25 +142,26 @@ class Begun:
     _string: bool = field(default=False, init=False)
     _escaped: bool = field(default=False, init=False)
     _key: str | None = field(default=None, init=False)  # the key being written
-    # what is expected next outside of strings: an object, its end, a key, a colon or a value
+    # what is expected next outside strings: an object, its end, a key, a colon or a value
     _between: str = field(default="object", init=False)
 
     @property
     def called(self) -> bool:
-        """Whether enough was written that it can only be a call."""
+        """Whether enough was written that the text can only be a call."""
         return "name" in self._keys and not self._keys.isdisjoint(_ARGUMENTS)
 
     def goes_on(self, text: str) -> bool:
-        """Read more text; returns whether it may still be a call."""
+        """Read more text. Returns whether it may still be a call."""
         return all(self._quoted(letter) if self._string else self._plain(letter) for letter in text)
 
     def _quoted(self, letter: str) -> bool:
         if self._escaped or letter == "\\":
             self._escaped = not self._escaped
-            return self._key is None  # no call's key is written with an escape
+            return self._key is None  # No key of a call is written with an escape.
         if letter != '"':
             self._key = None if self._key is None else self._key + letter
-            # a longer key than a call's is none, and is not kept: its growth would cost its square
+            # A longer key is not that of a call. It is not kept, because adding letters to it would take
+            # quadratic time.
             return self._key is None or len(self._key) <= _LONGEST_KEY
         self._string = False
         if self._key is None:
@@ -184,7 +185,7 @@ class Begun:
         return True
 
     def _outside(self, letter: str) -> bool:
-        """Before an object, or after one."""
+        """Read a letter before an object or after one."""
         if self._between == "object" and letter == "{":
             self._depth, self._between = 1, "key"
             return True

@@ -1,8 +1,9 @@
 """Calls written as tags: names and parameters between tags, values as bare text.
 
-Every tag is closed by its own, and only blanks stand between tags. The templates escape nothing, so a value
-may hold such tags itself: a closing tag ends a value only before the next opening tag or the end of the call,
-and an opening tag inside a value needs a closing one there, else the tag before it was left unclosed.
+Every tag is closed by its own closing tag, and only blanks stand between tags. The templates escape nothing,
+so a value may itself hold such tags. A closing tag ends a value only before the next opening tag or the end
+of the call. An opening tag inside a value needs a closing tag there, or else the tag before it was left
+unclosed.
 
 - `arg_xml` (GLM 4.5, 4.6): the name, then <arg_key> and <arg_value> in turns. The tags are control tokens of
   GLM's tokenizers, so a tag that a value spells is text.
@@ -14,9 +15,9 @@ and an opening tag inside a value needs a closing one there, else the tag before
   ends at the next quote that was sampled as a control token. Arguments are written as JSON again, in the
   model's order and with its own numbers.
 
-A parameter that its tool's JSON Schema calls a string stays verbatim; any other value is strict JSON in the
-model's own spelling. Text that does not fit its schema stays a string: the call was made, and it is the
-harness that answers a wrong argument.
+A parameter that its tool's JSON Schema calls a string stays verbatim. Any other value is strict JSON in the
+model's own spelling. Text that does not fit its schema remains a string: the call was made, and the harness
+answers a wrong argument.
 """
 
 import json
@@ -39,7 +40,7 @@ _ALIASES: Final = {
     "dict": "object",
     "list": "array",
 }
-# Qwen3-Coder's own template writes these for booleans
+# Qwen3-Coder's own template writes booleans and null like this.
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 _SCHEMA_DEPTH: Final = (
     32  # nested branches of a schema: no tool has so many, and Python's stack must hold them
@@ -49,10 +50,11 @@ _SCHEMA_DEPTH: Final = (
 def arguments_json(
     pairs: Iterable[tuple[str, str]], name: str, tools: Sequence[Tool], *, untyped: bool
 ) -> str | None:
-    """The arguments object of a call, in the order its parameters were written; None if one is written twice.
+    """The arguments object of a call, with its parameters in the order in which they were written. None if
+    one is written twice.
 
-    `untyped`: whether a value whose parameter has no known type is read as JSON if it is valid JSON, as the
-    model's template writes it.
+    `untyped`: if the type of a parameter is not known, its value is read as JSON when it is valid JSON,
+    because the model's template writes it as JSON.
     """
     schemas = _Schemas(next((tool.parameters for tool in tools if tool.name == name), {}))
     found: dict[str, str] = {}
@@ -88,8 +90,8 @@ def _fits(text: str, kind: str) -> str | None:
 
 
 def _kind(text: str) -> str:
-    """The JSON type of a text; "whole" for a number such as 1.0, "string" for a string and for what is
-    no JSON.
+    """The JSON type of a text: "whole" for a number such as 1.0, "string" for a string and for anything that
+    is not JSON.
     """
     try:
         value = read_value(text)
@@ -121,8 +123,8 @@ def _json_string(text: str) -> str:
 
 
 class _Schemas:
-    """A tool's parameters, looked up one by one. References are followed within the tool's own schema,
-    each once for each look-up.
+    """The parameters of a tool, looked up one by one. References are followed within the tool's own schema,
+    each once per look-up.
     """
 
     def __init__(self, root: Mapping[str, Json]) -> None:
@@ -130,12 +132,12 @@ class _Schemas:
         self._properties = self._of(dict(root), 0, set())
 
     def kinds(self, key: str) -> tuple[str, ...]:
-        """The kinds of value that a parameter may have, in the schema's order; empty if unknown."""
+        """The kinds of value that a parameter may have, in the order of the schema; empty if unknown."""
         schema = self._properties.get(key, self._root.get("additionalProperties"))
         return tuple(dict.fromkeys(self._kinds(schema, 0, set())))
 
     def _of(self, schema: Json, depth: int, seen: set[str]) -> dict[str, Json]:
-        """The properties of a schema, or those of its branches where it has none itself."""
+        """The properties of a schema, or those of its branches if it has none itself."""
         found = self._resolved(schema, seen)
         properties = found.get("properties")
         if isinstance(properties, dict):
@@ -189,8 +191,8 @@ def _normal(kind: str) -> str:
 
 @frozen(kw_only=True)
 class Tags:
-    """The tags of a syntax: each has the text before a name, the text that ends the name, and the closing
-    tag. `value` extracts the value from the text between tags.
+    """The tags of a syntax. Each consists of the text before a name, the text that ends the name, and the
+    closing tag. `value` extracts the value from the text between tags.
     """
 
     call: tuple[str, str, str]
@@ -209,12 +211,14 @@ class Tags:
 
 
 def _opened(tag: tuple[str, str, str]) -> Pattern[str]:
-    """A whole opening tag, with any name: one that no tool can have makes the call malformed."""
+    """The pattern of a whole opening tag with any name. A name that no tool can have makes the call
+    malformed.
+    """
     return re.compile(re.escape(tag[0]) + r'[^<>"\n]*' + re.escape(tag[1]))
 
 
 def read_tagged(body: CallBody, tools: Sequence[Tool], tags: Tags) -> tuple[ReadCall, ...] | None:
-    """All calls of a body, at least one; None if anything in it is malformed."""
+    """All calls of a body, at least one. None if anything in it is malformed."""
     cursor, calls = Cursor(body), []
     cursor.skip()
     while not cursor.over:
@@ -239,7 +243,7 @@ def _call(cursor: Cursor, tools: Sequence[Tool], tags: Tags) -> ReadCall | None:
             return None
         pairs.append(pair)
         cursor.skip()
-    # as SGLang's detectors: text, unless the schema has a type
+    # As in SGLang's detectors, a value is text unless the schema has a type.
     arguments = arguments_json(pairs, name, tools, untyped=False)
     return None if arguments is None else ReadCall(name, arguments)
 
@@ -259,7 +263,7 @@ def _parameter(cursor: Cursor, tags: Tags) -> tuple[str, str] | None:
 
 
 def _ends_parameter(body: CallBody, at: int, tags: Tags) -> bool:
-    """Whether a parameter can end here: the next one follows, or the end of the call."""
+    """Whether a parameter can end here, before the next one or the end of the call."""
     cursor = Cursor(body, at)
     cursor.skip()
     if tags.parameter_opened.match(body.text, cursor.at):
@@ -273,9 +277,9 @@ def _ends_parameter(body: CallBody, at: int, tags: Tags) -> bool:
 def _value_text(
     cursor: Cursor, closing: str, *, opened: Callable[[int, int], int], ends: Callable[[int], bool]
 ) -> str | None:
-    """The text up to the tag that closes a value; moves after the tag. None if none does.
+    """The text up to the tag that closes a value; moves after the tag. None if no tag closes it.
 
-    `opened` counts the opening tags between two places, each of which has a closing tag of its own; `ends`
+    `opened` counts the opening tags between two places, each of which has a closing tag of its own. `ends`
     says whether a closing tag can be the value's, by what follows it.
     """
     body, start, at, depth = cursor.body, cursor.at, cursor.at, 0
@@ -291,7 +295,9 @@ def _value_text(
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can be the name of a tool or parameter: not empty, no blanks around it, no tag in it."""
+    """Whether a text can be the name of a tool or parameter: not empty, no surrounding blanks, no
+    tag in it.
+    """
     return bool(text) and text == text.strip() and not any(letter in text for letter in '<>"\n')
 
 
@@ -299,7 +305,7 @@ def is_name(text: str) -> bool:
 
 
 def read_arg_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call between a call's marks, None if it is malformed."""
+    """The call between the marks of a call. None if it is malformed."""
     first = body.find("<arg_key>", 0)
     cursor = Cursor(body, len(body.text) if first < 0 else first)
     name = body.text[: cursor.at].strip(SPACE)
@@ -312,7 +318,7 @@ def read_arg_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] 
             return None
         pairs.append(pair)
         cursor.skip()
-    # the template writes non-strings as JSON, and SGLang reads them so
+    # The template writes values that are not strings as JSON, and SGLang reads them as JSON.
     arguments = arguments_json(pairs, name, tools, untyped=True)
     return None if arguments is None else (ReadCall(name, arguments),)
 
@@ -333,7 +339,7 @@ def _pair(cursor: Cursor) -> tuple[str, str] | None:
 
 
 def _ends_pair(body: CallBody, at: int) -> bool:
-    """Whether a pair can end here: the next one follows, or the end of the call."""
+    """Whether a pair can end here, before the next one or at the end of the call."""
     cursor = Cursor(body, at)
     cursor.skip()
     return cursor.over or body.has("<arg_key>", cursor.at)
@@ -356,7 +362,7 @@ _FUNCTION_TAGS: Final = Tags(
 
 
 def read_function_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The calls between a call's marks, None if they are malformed."""
+    """The calls between the marks of a call. None if they are malformed."""
     return read_tagged(body, tools, _FUNCTION_TAGS)
 
 
@@ -370,7 +376,7 @@ _INVOKE_TAGS: Final = Tags(
 
 
 def read_invoke_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The calls between a section's marks, None if they are malformed."""
+    """The calls between the marks of a section. None if they are malformed."""
     return read_tagged(body, tools, _INVOKE_TAGS)
 
 
@@ -379,7 +385,7 @@ def read_invoke_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ..
 
 @frozen(kw_only=True)
 class ValueTags:
-    """The tags of a syntax that tell cheaply where a call may be whole: the one it ends with, and those
+    """The tags of a syntax that show cheaply where a call may be whole: the tag with which it ends, and those
     around a value.
     """
 
@@ -400,13 +406,14 @@ VALUE_TAGS: Final[Mapping[CallSyntax, ValueTags]] = {
 # ── braces ────────────────────────────────────────────────────────────────────────────────────────
 
 QUOTE: Final = '<|"|>'
-# None: Gemma 4's first templates write Python's
+# Gemma 4's first templates write Python's None for null.
 _WORDS: Final = {"true": "true", "false": "false", "null": "null", "None": "null"}
-_DEEP: Final = 100  # levels of nesting: far more than any tool needs, far fewer than Python's stack allows
+# The levels of nesting accepted: far more than any tool needs, and far fewer than Python's stack allows.
+_DEEP: Final = 100
 
 
 def read_braces(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
-    """The call between a call's marks, None if it is malformed."""
+    """The call between the marks of a call. None if it is malformed."""
     cursor = Cursor(body)
     cursor.skip()
     name = cursor.until("{") if cursor.take("call:") else None
@@ -433,7 +440,7 @@ def _value(cursor: Cursor, depth: int) -> str:
 
 
 def _object(cursor: Cursor, depth: int) -> str:
-    """The object after an opening brace, up to its closing one."""
+    """The object after an opening brace, up to its closing brace."""
     found: dict[str, str] = {}
 
     def member() -> None:
