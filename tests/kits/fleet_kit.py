@@ -55,7 +55,7 @@ class HollowProcess:
         )
         assert self.process.stdout is not None
         line = b""
-        with trio.fail_after(60):
+        with trio.fail_after(150):  # a statement of its start that hangs ends after 60 s, and is made again
             while not line.endswith(b"\n"):
                 more = await self.process.stdout.receive_some()
                 assert more, f"the node of {self.folder} did not start"
