@@ -107,7 +107,7 @@ def drops_thinking(wire: Wire, body: Any) -> Any:
 
 def rewrites_thinking(wire: Wire, body: Any) -> Any:
     for entry in ours(wire, body):
-        if "reasoning_content" in entry:
+        if entry.get("reasoning_content"):  # an answer without thoughts has none to rewrite
             entry["reasoning_content"] = "in short: hm"
         for part in (
             entry.get("content") or entry.get("parts") or ()
