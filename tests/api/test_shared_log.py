@@ -165,7 +165,9 @@ async def test_status_lists_nodes(cluster: Cluster, tmp_path: Path) -> None:
         node = (await log.join(facts)).incarnation
         await log.submit(make_spec(), task_id="t", session_ids=("t-0",), submitted=1.0)
         await claim(log, node)
-        said = await until_answered(lambda: one.get("/v1/status"), lambda said: said["queued"] == 1)
+        said = await until_answered(
+            lambda: one.get("/v1/status"), lambda said: said["queued"] == 1 and said["log"]["identity"]
+        )
         assert said["log"] == {"kind": "postgresql", "identity": await log.identity(), "away": None}
         assert said["nodes"] == [
             {
