@@ -151,6 +151,7 @@ class Writer:
         try:
             while (batch := self._take()) is not None:
                 self._write_until_done(batch)
+                del batch  # it holds up to BATCH_BYTES, and the next one may come in minutes
         finally:
             self.db.close()
 

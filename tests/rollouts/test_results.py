@@ -77,7 +77,7 @@ async def test_results_wait_for_log(tmp_path: Path) -> None:
             assert await log.trajectory(held.session_id) == whole
 
 
-async def test_waiting_results_fill_no_memory(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+async def test_waiting_results_fill_no_memory(tmp_path: Path) -> None:
     """What is in memory of results that wait for the log does not grow with them, of this life or the last."""
     count, size = 12, 1 << 20  # more than are on their way at once
 
@@ -86,14 +86,18 @@ async def test_waiting_results_fill_no_memory(tmp_path: Path, autojump_clock: tr
             whole = make_trajectory(f"s{number}", task_id="t", turns=0)
             here.results.publish(evolve(whole, metadata={"text": os.urandom(size // 2).hex()}))
 
-    async def settled(here: Here) -> None:
+    async def settled(here: Here, away: Away) -> None:
+        """Everything is on disk, and each result was offered to the log at least twice."""
         await here.journal.flushed()
-        await trio.sleep(1000)
+        with trio.fail_after(60):
+            while away.asked < 2 * count:  # noqa: ASYNC110 - real time, and short
+                await trio.sleep(0.05)
         gc.collect()
         assert here.results.waiting == count
 
     for life in (end, None):
-        async with node(tmp_path, Away()) as here, open_background(here.results.run):  # type: ignore[arg-type]
+        away = Away()
+        async with node(tmp_path, away) as here, open_background(here.results.run):  # type: ignore[arg-type]
             tracemalloc.start()
             try:
                 if life is not None:
@@ -101,7 +105,7 @@ async def test_waiting_results_fill_no_memory(tmp_path: Path, autojump_clock: tr
                 else:
                     for each in await here.results.held.all():  # type: ignore[union-attr]
                         here.results._take(each)
-                await settled(here)
+                await settled(here, away)
                 held, _ = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
@@ -224,12 +228,16 @@ async def _other_identity(cluster: Cluster, dsn: str) -> None:
 
 
 class Away:
-    """A log that never answers."""
+    """A log that never answers, and counts what it is asked."""
 
     shared = True
 
+    def __init__(self) -> None:
+        self.asked = 0
+
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
         async def refused(*_: object, **__: object) -> object:
+            self.asked += 1
             raise patience.LogAway("the log is away")
 
         return refused
