@@ -65,3 +65,18 @@ def test_the_floor_under_its_latencies_is_measured() -> None:
     name, agents, _, later, _, first = ran.stdout.strip("| \n").split(" | ")
     assert (name, agents) == ("least", "1")
     assert all(float(cell.split(" / ")[0]) > 0 for cell in (later, first))
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks"),
+    [(3, (1, 3)), (5, (1, 5)), (6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (30, (10, 21))],
+)
+def test_a_medians_interval_is_that_of_the_tables(
+    count: int, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks are those of the sign test's tables, at 5 % on both sides together."""
+    values = [float(value) for value in range(count, 0, -1)]
+    monkeypatch.syspath_prepend(BENCHMARK.parent)
+    from model_plane import median_interval
+
+    assert median_interval(values) == ranks
